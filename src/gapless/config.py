@@ -1,0 +1,102 @@
+"""Engine options: what a user may set, checked alone here and together with the model when the engine is built.
+
+Owns names, defaults, help texts and limits; the command line and `LLM` both read them from here.
+Environment variables are read in this file only: `GAPLESS_LOG` (a logging level) and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from gapless.errors import ConfigError
+
+MAX_DEPTH = 8
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a user may set. Immutable, and each value valid once it exists."""
+
+    model: str = _option("smollm2", "name, directory, GGUF file or hub id of the model")
+    device: str = _option("auto", "where to run: auto or cpu")
+    dtype: str = _option("auto", "auto, bfloat16, float16 or float32")
+    depth: int | Literal["auto"] = _option("auto", "steps in flight: 1 is synchronous, 2 a double buffer; auto measures")
+    block_size: int = _option(16, "tokens in a block of the KV cache")
+    num_blocks: int | None = _option(None, "blocks in the KV cache; default: what kv_memory holds")
+    kv_memory: int | str | None = _option(None, "memory of the KV cache, such as 2GiB; default: a third of what is free")
+    max_batch_tokens: int = _option(512, "tokens in one step at most; longer prompts are cut into chunks")
+    max_num_rows: int = _option(128, "requests that run at the same time at most")
+    max_model_len: int | None = _option(None, "prompt and output of a request together at most; default: the model's")
+    seed: int = _option(0, "where the seeds of requests without one come from")
+    load_format: Literal["auto", "dummy"] = _option("auto", "auto, or dummy for random weights (needs only a config.json)")
+    prefix_cache: bool = _option(True, "reuse the KV cache of prompts that begin alike")
+    num_threads: int | None = _option(None, "CPU threads of the model; default: one a core")
+    check: bool = _option(False, "check every overlap of streams and every invariant (slow)")
+    interleave: int | None = _option(None, "with a seed: run the streams in any order that the events allow (CPU, slow)")
+
+    def __post_init__(self) -> None:
+        _choice("device", self.device, ("auto", "cpu"))
+        _choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
+        _choice("load_format", self.load_format, ("auto", "dummy"))
+        if self.depth != "auto":
+            _integer("depth", self.depth, 1, MAX_DEPTH)
+        _integer("block_size", self.block_size, 1, 1024)
+        _integer("max_batch_tokens", self.max_batch_tokens, 1, 2**20)
+        _integer("max_num_rows", self.max_num_rows, 1, 2**16)
+        for name in ("num_blocks", "max_model_len", "num_threads"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 1, 2**31 - 1)
+        _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.kv_memory is not None:
+            parse_bytes("kv_memory", self.kv_memory)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EngineOptions:
+        """Build from keyword arguments; an unknown name is an error."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f" (did you mean {close[0]!r}?)" if close else ""
+                raise ConfigError(f"unknown option {name!r}{hint}; known: {', '.join(known)}")
+        return cls(**values)
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """A memory size: a number of bytes, or text such as 512MiB, 2G, 1.5 GiB."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", str(value).lower())
+        if match is None:
+            raise ConfigError(f"{name} must be a size such as 2GiB or 512MiB, got {value!r}")
+        size = int(float(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        raise ConfigError(f"{name} must be above 0, got {value!r}")
+    return size
+
+
+def log_level() -> str:
+    """The level at which the command line logs."""
+    return os.environ.get("GAPLESS_LOG", "WARNING").upper()
+
+
+def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a whole number between {low} and {high}, got {value!r}")

@@ -1,0 +1,97 @@
+"""What a client may ask of the sampler, checked before it gets anywhere near the queue.
+
+Owns the meaning, the defaults and the limits of each parameter. Knows no tokenizer and no model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from gapless.errors import InvalidRequest
+
+MAX_STOP_IDS = 16  # stop token ids of one request, the model's end-of-sequence ids included
+MAX_STOP_STRINGS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to continue a prompt. Immutable, and valid once it exists."""
+
+    max_tokens: int = 256  # most tokens to generate
+    min_tokens: int = 0  # no end-of-sequence or stop token before this many
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
+    top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
+    min_p: float = 0.0  # keep tokens at least this likely, relative to the likeliest
+    seed: int | None = None  # same seed, same tokens; None derives one from the engine's seed
+    stop: tuple[str, ...] = ()  # end before any of these strings
+    stop_token_ids: tuple[int, ...] = ()  # end at any of these tokens
+    ignore_eos: bool = False  # go on past the model's end-of-sequence token
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
+        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens, "max_tokens")
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _integer("top_k", self.top_k, 0, 2**31 - 1)
+        _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        _check_stops(self.stop, self.stop_token_ids)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build from untrusted input; an unknown name is an error, not ignored."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise InvalidRequest(f"unknown parameter {name!r}{_suggest(name, known)}; known: {', '.join(known)}")
+        return cls(**values)
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequest(f"{name} must be a list, got {value!r}")
+    return tuple(value)
+
+
+def _integer(name: str, value: Any, low: int, high: int, high_name: str | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be a whole number, got {value!r}")
+    if not low <= value <= high:
+        limit = f"{high_name} = {high}" if high_name else str(high)
+        raise InvalidRequest(f"{name} must be between {low} and {limit}, got {value}")
+
+
+def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isnan(value):
+        raise InvalidRequest(f"{name} must be a number, got {value!r}")
+    if not low <= value <= high or (above and value == low):
+        raise InvalidRequest(f"{name} must be {'above' if above else 'at least'} {low} and at most {high}, got {value}")
+
+
+def _check_stops(stop: tuple[Any, ...], stop_token_ids: tuple[Any, ...]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings, got {len(stop)}")
+    for text in stop:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest(f"a stop string must be non-empty text, got {text!r}")
+    if len(stop_token_ids) > MAX_STOP_IDS:
+        raise InvalidRequest(f"at most {MAX_STOP_IDS} stop token ids, got {len(stop_token_ids)}")
+    for token in stop_token_ids:
+        _integer("a stop token id", token, 0, 2**31 - 1)
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

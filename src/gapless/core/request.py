@@ -1,0 +1,137 @@
+"""A request, and the table of rows in which running requests keep what changes with every step.
+
+The table is a structure of arrays, so that a step over a thousand rows is a few numpy calls. Only the scheduler writes
+it: `schedule` writes promises (`cursor`, `pending`), `commit` turns them into facts (`tokens`, `num_tokens`).
+
+    tokens   t0 t1 t2 t3 t4 t5 | .  .          facts: num_tokens = 6
+    cursor               ^ 5                   positions [0, 5) were handed to the device
+    pending  0: nothing in flight              5 + 1 = num_tokens + pending: the next step feeds t5
+
+A row that gets a new owner, or loses one, gets a new epoch; a plan remembers the epoch of each row it samples, so that
+a result which comes back too late is known for what it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gapless.core.params import MAX_STOP_IDS, SamplingParams
+
+IntArray = npt.NDArray[np.int32]
+LongArray = npt.NDArray[np.int64]
+NO_TOKEN = -1
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What a client asked for. `tokens` is brought up to date when the request leaves its row."""
+
+    id: str
+    prompt: IntArray
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]  # end-of-sequence and stop tokens, already merged
+    limit: int  # prompt and output together, in tokens
+    streams: bool = False  # somebody wants each token as it comes
+    arrival: int = 0
+    tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))  # all facts while it has no row
+    row: int = -1
+    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = self.prompt
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt)
+
+
+class RowTable:
+    """The rows. Arrays are indexed by row; see the module's docstring for what they mean together."""
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
+        self.num_rows = num_rows
+        self.max_blocks = -(-max_model_len // block_size)
+        self.tokens = np.zeros((num_rows, max_model_len), np.int32)
+        self.num_tokens = np.zeros(num_rows, np.int64)
+        self.cursor = np.zeros(num_rows, np.int64)
+        self.pending = np.zeros(num_rows, np.int64)
+        self.limit = np.zeros(num_rows, np.int64)
+        self.min_total = np.zeros(num_rows, np.int64)  # a stop token counts from this many tokens on
+        self.epoch = np.zeros(num_rows, np.int64)
+        self.decoding = np.zeros(num_rows, np.bool_)  # the next input token lies, or will lie, in the device's row
+        self.arrival = np.full(num_rows, -1, np.int64)  # -1: nobody sits here
+        self.streams = np.zeros(num_rows, np.bool_)
+        self.random = np.zeros(num_rows, np.bool_)  # temperature above 0
+        self.filtered = np.zeros(num_rows, np.bool_)  # top-k, top-p or min-p in use
+        self.stop_ids = np.full((num_rows, MAX_STOP_IDS), NO_TOKEN, np.int32)
+        self.blocks = np.zeros((num_rows, self.max_blocks), np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int64)
+        self.chain: list[int] = [0] * num_rows  # prefix-index entry of the last registered block
+        self.num_chained: list[int] = [0] * num_rows  # blocks registered so far
+        self.request: list[Request | None] = [None] * num_rows
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def seat(self, request: Request) -> int:
+        """Give the request a row and write its facts there."""
+        row = self._free.pop()
+        count = len(request.tokens)
+        params = request.params
+        self.tokens[row, :count] = request.tokens
+        self.num_tokens[row] = count
+        self.cursor[row] = self.pending[row] = self.num_blocks[row] = 0
+        self.limit[row] = request.limit
+        self.min_total[row] = request.num_prompt + params.min_tokens + 1
+        self.epoch[row] += 1
+        self.decoding[row] = False
+        self.arrival[row] = request.arrival
+        self.streams[row] = request.streams
+        self.random[row] = params.temperature > 0
+        self.filtered[row] = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self.stop_ids[row] = NO_TOKEN
+        self.stop_ids[row, : len(request.stop_ids)] = request.stop_ids
+        self.chain[row] = self.num_chained[row] = 0
+        self.request[row] = request
+        request.row = row
+        return row
+
+    def unseat(self, request: Request) -> None:
+        """Take the facts back into the request and free its row; whatever is in flight for it is now an overrun."""
+        row = request.row
+        request.tokens = self.tokens[row, : self.num_tokens[row]].copy()
+        self.epoch[row] += 1
+        self.decoding[row] = False
+        self.arrival[row] = -1
+        self.request[row] = None
+        self._free.append(row)
+        request.row = -1
+
+    def check(self) -> None:
+        """Assert what must always hold. For tests and the checking mode."""
+        for row, request in enumerate(self.request):
+            if request is None:
+                assert row in self._free, f"row {row} leaked"
+                assert not self.decoding[row]
+                continue
+            assert request.row == row
+            assert row not in self._free
+            known, cursor, pending = (int(a[row]) for a in (self.num_tokens, self.cursor, self.pending))
+            assert 0 <= cursor <= known + pending <= self.limit[row]
+            assert pending == 0 or self.decoding[row]
+            assert not self.decoding[row] or cursor >= known + pending - 1
+
+
+def int_array(values: Any) -> IntArray:
+    """A read-only int32 array."""
+    array = np.ascontiguousarray(values, np.int32)
+    array.flags.writeable = False
+    return array

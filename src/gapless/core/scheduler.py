@@ -1,0 +1,324 @@
+"""Decides what runs next, on promises, and turns results into facts.
+
+The only writer of requests and rows: `schedule` promises (cursor, pending), `commit` settles. Older requests come
+first in everything: they are admitted first, grow first, and when blocks run out the latest arrival gives way, to be
+computed again from its known tokens. So the oldest always advances, and nobody waits for ever.
+Knows no tensors, no device and no text.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import numpy as np
+
+from gapless.core.block_pool import BlockPool
+from gapless.core.limits import Limits, check_fits
+from gapless.core.outcome import Commit, Counters, Finished, Progress
+from gapless.core.plan import Chunk, Plan, Seat
+from gapless.core.prefix_index import ROOT, PrefixIndex
+from gapless.core.request import IntArray, Request, RowTable, int_array
+from gapless.errors import InvalidRequest
+
+NO_BLOCKS = np.empty((0, 3), np.int32)
+NO_ROWS = np.empty(0, np.int64)
+
+
+class Scheduler:
+    """Requests in, plans out; results in, facts out."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.rows = RowTable(limits.num_rows, limits.max_model_len, limits.block_size)
+        self.pool = BlockPool(limits.num_blocks, PrefixIndex(limits.block_size))
+        self.counters = Counters()
+        self._waiting: OrderedDict[str, Request] = OrderedDict()  # by arrival
+        self._prefilling: list[int] = []  # rows, by arrival
+        self._requests: dict[str, Request] = {}
+        self._num_arrived = 0
+        self._new_blocks: list[tuple[int, int, int]] = []  # of the plan in the making
+        self._preempted: set[int] = set()  # rows lost while the plan was made
+
+    # -- who is here ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests) - len(self._waiting)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that could never run is refused here, with the numbers."""
+        check_fits(request, self.limits)
+        if request.id in self._requests:
+            raise InvalidRequest(f"request id {request.id!r} is already in use")
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._requests[request.id] = request
+        self._waiting[request.id] = request
+
+    def abort(self, request_id: str, reason: str = "abort") -> Finished | None:
+        """End a request now, whatever is in flight for it. None if it is not here (any more)."""
+        request = self._requests.get(request_id)
+        return None if request is None else self._finish(request, reason)
+
+    def abort_all(self) -> tuple[Finished, ...]:
+        """End every request."""
+        return tuple(self._finish(request, "abort") for request in list(self._requests.values()))
+
+    # -- promises ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Plan | None:
+        """Plan the next step, or None when nothing can run before something in flight comes back."""
+        self._new_blocks.clear()
+        self._preempted.clear()
+        decodes = self._plan_decodes()
+        budget = self.limits.max_batch_tokens - len(decodes)
+        chunks: list[Chunk] = []
+        for row in list(self._prefilling):
+            if row in self._preempted:
+                continue
+            budget -= self._plan_chunk(row, budget, chunks)
+        seats = self._admit(budget, chunks) if not self._preempted else []
+        if self._preempted:  # later arrivals gave way after they were planned
+            decodes = decodes[self.rows.decoding[decodes]]
+            chunks = [chunk for chunk in chunks if chunk.row not in self._preempted]
+        if len(decodes) == 0 and not chunks:
+            return None
+        return self._promise(decodes, chunks, seats)
+
+    def _plan_decodes(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        rows = self.rows
+        ready = np.flatnonzero(rows.decoding & (rows.num_tokens + rows.pending < rows.limit))
+        cramped = rows.cursor[ready] >= rows.num_blocks[ready] * self.limits.block_size
+        if not cramped.any():
+            return ready
+        stalled = []
+        short = ready[cramped]
+        for row in short[np.argsort(rows.arrival[short])].tolist():
+            if row not in self._preempted and self._grow(row, int(rows.cursor[row]) + 1) == 0:
+                stalled.append(row)
+        return ready[~np.isin(ready, stalled)] if stalled else ready
+
+    def _plan_chunk(self, row: int, budget: int, chunks: list[Chunk]) -> int:
+        start = int(self.rows.cursor[row])
+        known = int(self.rows.num_tokens[row])
+        count = self._grow(row, min(known, start + budget)) if budget > 0 else 0
+        if count > 0:
+            tokens = int_array(self.rows.tokens[row, start : start + count].copy())
+            chunks.append(Chunk(row, int(self.rows.epoch[row]), start, tokens, samples=start + count == known))
+        return count
+
+    def _grow(self, row: int, length: int) -> int:
+        """Give the row blocks up to `length` tokens, at later arrivals' cost; return how many fit past its cursor."""
+        size, count = self.limits.block_size, int(self.rows.num_blocks[row])
+        while count * size < length:
+            block = self.pool.allocate()
+            if block is None:
+                if not self._preempt_after(int(self.rows.arrival[row])):
+                    break
+                continue
+            self._append_block(row, count, block)
+            count += 1
+        return max(0, min(length, count * size) - int(self.rows.cursor[row]))
+
+    def _append_block(self, row: int, index: int, block: int) -> None:
+        self.rows.blocks[row, index] = block
+        self.rows.num_blocks[row] = index + 1
+        self._new_blocks.append((row, index, block))
+
+    def _preempt_after(self, arrival: int) -> bool:
+        """Make the latest arrival give way, if it came after this one."""
+        row = int(np.argmax(self.rows.arrival))
+        if self.rows.arrival[row] <= arrival:
+            return False
+        request = self.rows.request[row]
+        assert request is not None
+        self.counters.num_preemptions += 1
+        self.counters.num_recomputed += int(self.rows.cursor[row])
+        request.num_preemptions += 1
+        self._preempted.add(row)
+        self._step_back(request)
+        return True
+
+    def _admit(self, budget: int, chunks: list[Chunk]) -> list[Seat]:
+        seats: list[Seat] = []
+        while self._waiting and budget > 0 and self.rows.num_free:
+            request = next(iter(self._waiting.values()))
+            blocks, entry = self._match(request)
+            if seats and len(self._new_blocks) + len(blocks) > self.limits.max_found_blocks:
+                break
+            needed = -(-len(request.tokens) // self.limits.block_size) - len(blocks)
+            if needed > self.pool.num_available - self.pool.num_idle(blocks):
+                break
+            del self._waiting[request.id]
+            row = self._seat(request, blocks, entry)
+            budget -= self._plan_chunk(row, budget, chunks)
+            min_total = int(self.rows.min_total[row])
+            seats.append(Seat(row, request.params, request.seed, request.stop_ids, min_total))
+        return seats
+
+    def _match(self, request: Request) -> tuple[list[int], int]:
+        if not self.limits.prefix_cache:
+            return [], ROOT
+        return self.pool.index.match(request.tokens, len(request.tokens) - 1)  # one is left to compute: its logits
+
+    def _seat(self, request: Request, blocks: list[int], entry: int) -> int:
+        row = self.rows.seat(request)
+        self.pool.share(blocks)
+        for index, block in enumerate(blocks):
+            self._append_block(row, index, block)
+        cached = len(blocks) * self.limits.block_size
+        self.rows.cursor[row] = cached
+        self.rows.chain[row], self.rows.num_chained[row] = entry, len(blocks)
+        self._prefilling.append(row)
+        if request.num_preemptions == 0:
+            request.num_cached = cached
+            self.counters.num_prompt_tokens += request.num_prompt
+            self.counters.num_cached_tokens += cached
+        return row
+
+    def _promise(
+        self, decodes: np.ndarray[tuple[int], np.dtype[np.int64]], chunks: list[Chunk], seats: list[Seat]
+    ) -> Plan:
+        rows = self.rows
+        sampling = [chunk.row for chunk in chunks if chunk.samples]
+        for chunk in chunks:
+            rows.cursor[chunk.row] = chunk.length
+            self._register(chunk.row)
+        for row in sampling:
+            self._prefilling.remove(row)
+        rows.decoding[sampling] = True
+        rows.cursor[decodes] += 1
+        samples = np.concatenate((decodes, sampling)).astype(np.int64) if sampling else decodes
+        rows.pending[samples] += 1
+        promised = rows.num_tokens[samples] + rows.pending[samples]
+        self.counters.num_steps += 1
+        return Plan(
+            step=self.counters.num_steps,
+            decode_rows=decodes.astype(np.int32),
+            chunks=tuple(chunks),
+            seats=tuple(seats),
+            new_blocks=self._take_new_blocks(),
+            sample_rows=samples.astype(np.int32),
+            sample_epochs=rows.epoch[samples],
+            max_decode_length=int(rows.cursor[decodes].max()) if len(decodes) else 0,
+            any_random=bool(rows.random[samples].any()),
+            any_filtered=bool(rows.filtered[samples].any()),
+            any_min_tokens=bool((promised < rows.min_total[samples]).any()),
+        )
+
+    def _take_new_blocks(self) -> IntArray:
+        kept = [entry for entry in self._new_blocks if entry[0] not in self._preempted]
+        return np.array(kept, np.int32) if kept else NO_BLOCKS
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: Plan, tokens: IntArray) -> Commit:
+        """Settle a step: `tokens[i]` was sampled for `plan.sample_rows[i]`."""
+        rows = self.rows
+        sampled = plan.sample_rows
+        live = rows.epoch[sampled] == plan.sample_epochs
+        if not live.all():
+            self.counters.num_overrun += int(len(live) - live.sum())
+            sampled, tokens = sampled[live], tokens[live]
+        rows.tokens[sampled, rows.num_tokens[sampled]] = tokens
+        rows.num_tokens[sampled] += 1
+        rows.pending[sampled] -= 1
+        total = rows.num_tokens[sampled]
+        self.counters.num_generated += len(sampled)
+        self._register_full(sampled, total)
+        progress = self._progress(sampled, tokens)
+        stopped = (tokens[:, None] == rows.stop_ids[sampled]).any(axis=1) & (total >= rows.min_total[sampled])
+        over = stopped | (total >= rows.limit[sampled])
+        if not over.any():
+            return Commit(len(sampled), progress, ())
+        finished = []
+        for row, stop in zip(sampled[over].tolist(), stopped[over].tolist(), strict=True):
+            request = rows.request[row]
+            assert request is not None
+            finished.append(self._finish(request, "stop" if stop else "length"))
+        return Commit(len(sampled), progress, tuple(finished))
+
+    def fail(self, plan: Plan, error: BaseException) -> Commit:
+        """Settle a step that raised: end its requests, and compute all others again from their facts.
+
+        The step may have left any block it was to fill unwritten, and others may share those blocks.
+        """
+        planned = {(chunk.row, chunk.epoch) for chunk in plan.chunks}
+        planned.update(zip(plan.sample_rows.tolist(), plan.sample_epochs.tolist(), strict=True))
+        seated = [request for request in self._requests.values() if request.row >= 0]
+        failed = [request for request in seated if (request.row, int(self.rows.epoch[request.row])) in planned]
+        finished = [self._finish(request, "error", error) for request in failed]
+        for request in sorted((r for r in seated if r.row >= 0), key=lambda r: -r.arrival):
+            self._step_back(request)
+        self.pool.clear_cache()
+        return Commit(0, (), tuple(finished))
+
+    def _progress(self, sampled: IntArray, tokens: IntArray) -> tuple[Progress, ...]:
+        streaming = self.rows.streams[sampled]
+        if not streaming.any():
+            return ()
+        pairs = zip(sampled[streaming].tolist(), tokens[streaming].tolist(), strict=True)
+        return tuple(Progress(request, token) for row, token in pairs if (request := self.rows.request[row]))
+
+    def _register_full(self, sampled: IntArray, total: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+        if self.limits.prefix_cache:
+            for row in sampled[(total - 1) % self.limits.block_size == 0].tolist():
+                self._register(row)
+
+    def _register(self, row: int) -> None:
+        """Let others find the row's blocks that are full of facts and written by a planned or launched step."""
+        if not self.limits.prefix_cache:
+            return
+        rows, size = self.rows, self.limits.block_size
+        full = min(int(rows.cursor[row]), int(rows.num_tokens[row])) // size
+        for index in range(rows.num_chained[row], full):
+            tokens = rows.tokens[row, index * size : (index + 1) * size]
+            rows.chain[row] = self.pool.index.insert(rows.chain[row], tokens, int(rows.blocks[row, index]))
+        rows.num_chained[row] = max(full, rows.num_chained[row])
+
+    def _finish(self, request: Request, reason: str, error: BaseException | None = None) -> Finished:
+        if request.row >= 0:
+            self._leave_row(request)
+        else:
+            del self._waiting[request.id]
+        del self._requests[request.id]
+        return Finished(request, reason, error)
+
+    def _step_back(self, request: Request) -> None:
+        """From its row to the head of the queue; its known tokens go with it."""
+        self._leave_row(request)
+        self._waiting[request.id] = request
+        self._waiting.move_to_end(request.id, last=False)
+
+    def _leave_row(self, request: Request) -> None:
+        row = request.row
+        blocks: list[int] = self.rows.blocks[row, : self.rows.num_blocks[row]].tolist()
+        if not self.rows.decoding[row]:
+            self._prefilling.remove(row)
+        self.rows.unseat(request)
+        self.pool.release(blocks)
+
+    # -- invariants ----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that rows and blocks are conserved. For tests and the checking mode."""
+        self.rows.check()
+        seated = [request.row for request in self._requests.values() if request.row >= 0]
+        self.pool.check([self.rows.blocks[row, : self.rows.num_blocks[row]].tolist() for row in seated])
+        assert len(seated) == self.rows.num_rows - self.rows.num_free == self.num_running
+        assert self._prefilling == [row for row in _by_arrival(self.rows, seated) if not self.rows.decoding[row]]
+        arrivals = [request.arrival for request in self._waiting.values()]
+        assert arrivals == sorted(arrivals), "the queue lost its order"
+
+
+def _by_arrival(rows: RowTable, seated: Iterable[int]) -> list[int]:
+    return sorted(seated, key=lambda row: int(rows.arrival[row]))

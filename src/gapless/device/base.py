@@ -1,0 +1,92 @@
+"""The words in which order is expressed: buffers, streams, events, and the device that makes them.
+
+A stream runs what it is given in order. Nothing orders two streams, or a stream and the host, but events:
+`record` marks a point on a stream, `wait` holds another stream back until that point, `synchronize` holds the host
+back. Semantics are CUDA's: `wait` and `synchronize` mean the latest `record` at the time they are called, and an event
+that was never recorded holds nobody back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+
+class Buffer:
+    """Memory with a name. Whoever overlaps work on it is checked by that name."""
+
+    __slots__ = ("array", "name", "tensor")
+
+    def __init__(self, name: str, tensor: torch.Tensor, *, host: bool) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.array: np.ndarray[Any, Any] = tensor.numpy() if host else np.empty(0)  # host's own view of the memory
+
+    def __repr__(self) -> str:
+        return f"Buffer({self.name})"
+
+
+class Event(Protocol):
+    """A point on a stream."""
+
+    name: str
+
+    def synchronize(self) -> None:
+        """Hold the host back until the recorded point is reached; raise what the stream raised before it."""
+
+    def query(self) -> bool:
+        """True when `synchronize` would return at once."""
+
+
+class Stream(Protocol):
+    """An ordered queue of work that runs beside the host."""
+
+    name: str
+
+    @property
+    def busy_s(self) -> float:
+        """Time spent in `run` so far, completed work only."""
+
+    def run(
+        self, fn: Callable[[], None], label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> None:
+        """Queue `fn`, which touches these buffers and no others."""
+
+    def record(self, event: Event) -> None:
+        """Queue the marking of `event`."""
+
+    def wait(self, event: Event) -> None:
+        """Queue a wait for the latest record of `event`."""
+
+
+class Device(Protocol):
+    """Three streams and the memory they work on."""
+
+    torch_device: torch.device
+
+    @property
+    def h2d(self) -> Stream:
+        """Copies in."""
+
+    @property
+    def compute(self) -> Stream:
+        """The model."""
+
+    @property
+    def d2h(self) -> Stream:
+        """Copies out."""
+
+    def event(self, name: str) -> Event:
+        """Make an event."""
+
+    def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
+        """Make a zeroed buffer in device memory, or in host memory that copies can overlap with."""
+
+    def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
+        """Declare that the host accesses these buffers now."""
+
+    def close(self) -> None:
+        """Let the streams run dry and stop them."""

@@ -1,0 +1,170 @@
+"""A device that raises when two overlapping accesses of one buffer are not ordered by an event.
+
+Wraps any device. Keeps a vector clock for the host and for each stream, moved forward by `record`, `wait` and
+`synchronize` as they are queued, so that a race is found whatever the timing of this run happened to be.
+Sees what `run` and `touch` name, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gapless.device.base import Buffer, Device, Event, Stream
+from gapless.errors import RaceError
+
+HOST = "host"
+Clock = dict[str, int]  # actor -> how much of its past is known to lie before
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for actor, time in other.items():
+        if time > clock.get(actor, 0):
+            clock[actor] = time
+
+
+@dataclass(frozen=True)
+class Access:
+    """Somebody's latest read or write of a buffer."""
+
+    actor: str
+    time: int
+    label: str
+    verb: str
+
+    def precedes(self, clock: Clock) -> bool:
+        return clock.get(self.actor, 0) >= self.time
+
+
+@dataclass
+class History:
+    """What is known of one buffer: its last write, and each actor's last read since."""
+
+    write: Access | None = None
+    reads: dict[str, Access] = field(default_factory=dict)
+
+
+class Checker:
+    """Vector clocks of all actors, and the history of all buffers."""
+
+    def __init__(self) -> None:
+        self._clocks: dict[str, Clock] = {HOST: {HOST: 1}}
+        self._histories: dict[int, tuple[Buffer, History]] = {}  # keeps the buffer, so that its id stays its own
+        self.num_accesses = 0
+
+    def clock(self, actor: str) -> Clock:
+        return self._clocks.setdefault(actor, {})
+
+    def access(self, actor: str, label: str, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> None:
+        clock = self.clock(actor)
+        if actor != HOST:
+            _join(clock, self._clocks[HOST])  # queueing orders all that the host did or knew before
+        clock[actor] = clock.get(actor, 0) + 1
+        for buffer in reads:
+            self._read(buffer, Access(actor, clock[actor], label, "reads"), clock)
+        for buffer in writes:
+            self._write(buffer, Access(actor, clock[actor], label, "writes"), clock)
+        self.num_accesses += len(reads) + len(writes)
+
+    def _history(self, buffer: Buffer) -> History:
+        return self._histories.setdefault(id(buffer), (buffer, History()))[1]
+
+    def _read(self, buffer: Buffer, access: Access, clock: Clock) -> None:
+        history = self._history(buffer)
+        _require(history.write, access, clock, buffer)
+        history.reads[access.actor] = access
+
+    def _write(self, buffer: Buffer, access: Access, clock: Clock) -> None:
+        history = self._history(buffer)
+        _require(history.write, access, clock, buffer)
+        for read in history.reads.values():
+            _require(read, access, clock, buffer)
+        history.write = access
+        history.reads.clear()
+
+
+def _require(earlier: Access | None, later: Access, clock: Clock, buffer: Buffer) -> None:
+    if earlier is not None and not earlier.precedes(clock):
+        raise RaceError(
+            f"{later.label} ({later.actor}) {later.verb} '{buffer.name}' with no event after "
+            f"{earlier.label} ({earlier.actor}), which {earlier.verb} it"
+        )
+
+
+class CheckedEvent:
+    """An event that remembers what its recording stream knew."""
+
+    def __init__(self, inner: Event, checker: Checker) -> None:
+        self.name = inner.name
+        self.inner = inner
+        self.known: Clock = {}
+        self._checker = checker
+
+    def synchronize(self) -> None:
+        known = dict(self.known)
+        try:
+            self.inner.synchronize()
+        finally:
+            _join(self._checker.clock(HOST), known)
+
+    def query(self) -> bool:
+        done = self.inner.query()
+        if done:
+            _join(self._checker.clock(HOST), self.known)
+        return done
+
+
+class CheckedStream:
+    """A stream whose operations are checked as they are queued."""
+
+    def __init__(self, inner: Stream, checker: Checker) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._checker = checker
+
+    @property
+    def busy_s(self) -> float:
+        return self._inner.busy_s
+
+    def run(
+        self, fn: Callable[[], None], label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> None:
+        self._checker.access(self.name, label, reads, writes)
+        self._inner.run(fn, label, reads=reads, writes=writes)
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CheckedEvent)
+        event.known = dict(self._checker.clock(self.name))
+        self._inner.record(event.inner)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CheckedEvent)
+        _join(self._checker.clock(self.name), event.known)
+        self._inner.wait(event.inner)
+
+
+class CheckedDevice:
+    """Any device, checked."""
+
+    def __init__(self, inner: Device) -> None:
+        self._inner = inner
+        self.checker = Checker()
+        self.torch_device = inner.torch_device
+        self.h2d: Stream = CheckedStream(inner.h2d, self.checker)
+        self.compute: Stream = CheckedStream(inner.compute, self.checker)
+        self.d2h: Stream = CheckedStream(inner.d2h, self.checker)
+
+    def event(self, name: str) -> CheckedEvent:
+        return CheckedEvent(self._inner.event(name), self.checker)
+
+    def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
+        return self._inner.buffer(name, shape, dtype, host=host)
+
+    def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
+        self.checker.access(HOST, label, reads, writes)
+        self._inner.touch(label, reads=reads, writes=writes)
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,221 @@
+"""Streams and events on a CPU: the semantics of CUDA's, so that the whole pipeline runs and is tested anywhere.
+
+Owns the worker threads. `CpuDevice()` gives each stream a thread. `CpuDevice(seed=n)` has no threads: it runs queued
+work on the caller's thread, at points and in an order drawn from the seed, any order that the events allow.
+Knows nothing of batches or models.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gapless.device.base import Buffer, Event, Stream
+
+
+class Fence:
+    """One recording of an event. An event that is recorded again gets a new fence; old waiters keep the old one."""
+
+    __slots__ = ("_flag", "error")
+
+    def __init__(self) -> None:
+        self._flag = threading.Event()
+        self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._flag.is_set()
+
+    def pass_(self, error: BaseException | None) -> None:
+        self.error = error
+        self._flag.set()
+
+    def block(self) -> None:
+        self._flag.wait()
+
+
+class CpuEvent:
+    """An event: its latest fence, and how the host waits for it."""
+
+    def __init__(self, name: str, wait: Callable[[Fence], None]) -> None:
+        self.name = name
+        self.fence: Fence | None = None
+        self._wait = wait
+
+    def synchronize(self) -> None:
+        fence = self.fence
+        if fence is None:
+            return
+        self._wait(fence)
+        if fence.error is not None:
+            raise fence.error
+
+    def query(self) -> bool:
+        return self.fence is None or self.fence.done
+
+
+class Op:
+    """One entry of a stream's queue. `after` is what a wait waits for."""
+
+    __slots__ = ("after", "fn")
+
+    def __init__(self, fn: Callable[[], None], after: Fence | None = None) -> None:
+        self.fn = fn
+        self.after = after
+
+
+class CpuStream:
+    """A queue of operations. After one raises, the rest are skipped up to the next record, which carries the error."""
+
+    def __init__(self, name: str, submit: Callable[[CpuStream, Op], None]) -> None:
+        self.name = name
+        self.busy_s = 0.0
+        self._submit = submit
+        self._error: BaseException | None = None
+
+    def run(
+        self, fn: Callable[[], None], label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> None:
+        self._submit(self, Op(lambda: self._guard(fn)))
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CpuEvent)
+        fence = event.fence = Fence()
+        self._submit(self, Op(lambda: self._pass(fence)))
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CpuEvent)
+        fence = event.fence
+        if fence is not None:
+            self._submit(self, Op(lambda: self._inherit(fence), after=fence))
+
+    def _guard(self, fn: Callable[[], None]) -> None:
+        if self._error is not None:
+            return
+        began = time.perf_counter()
+        try:
+            fn()
+        except BaseException as error:
+            self._error = error
+        self.busy_s += time.perf_counter() - began
+
+    def _pass(self, fence: Fence) -> None:
+        error, self._error = self._error, None
+        fence.pass_(error)
+
+    def _inherit(self, fence: Fence) -> None:
+        self._error = self._error or fence.error
+
+
+class Driver:
+    """Who runs the operations, and how the host waits. This one: a thread for each stream."""
+
+    def __init__(self) -> None:
+        self._queues: dict[CpuStream, queue.SimpleQueue[Op | None]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def add(self, stream: CpuStream) -> None:
+        ops: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
+        self._queues[stream] = ops
+        thread = threading.Thread(target=_work, args=(ops,), name=f"gapless-{stream.name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def submit(self, stream: CpuStream, op: Op) -> None:
+        self._queues[stream].put(op)
+
+    def wait(self, fence: Fence) -> None:
+        fence.block()
+
+    def close(self) -> None:
+        for ops in self._queues.values():
+            ops.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+def _work(ops: queue.SimpleQueue[Op | None]) -> None:
+    while (op := ops.get()) is not None:
+        if op.after is not None:
+            op.after.block()
+        op.fn()
+        del op  # do not keep the last step's buffers alive while idle
+
+
+class SeededDriver(Driver):
+    """Runs the operations on the host's own thread, as late and as mixed up as the events allow."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+        self._ops: dict[CpuStream, deque[Op]] = {}
+
+    def add(self, stream: CpuStream) -> None:
+        self._ops[stream] = deque()
+
+    def submit(self, stream: CpuStream, op: Op) -> None:
+        self._ops[stream].append(op)
+        while self._random.random() < 0.4 and self._run_one():
+            pass
+
+    def wait(self, fence: Fence) -> None:
+        while not fence.done:
+            assert self._run_one(), "deadlock: no stream can run, and the host waits"
+
+    def close(self) -> None:
+        while self._run_one():
+            pass
+
+    def _run_one(self) -> bool:
+        ready = [ops for ops in self._ops.values() if ops and (ops[0].after is None or ops[0].after.done)]
+        if not ready:
+            return False
+        self._random.choice(ready).popleft().fn()
+        return True
+
+
+class InlineDriver(Driver):
+    """Runs each operation at once, on the host's thread: no overlap, and no cost of its own. For measuring the host."""
+
+    def add(self, stream: CpuStream) -> None:
+        pass
+
+    def submit(self, stream: CpuStream, op: Op) -> None:
+        op.fn()
+
+    def wait(self, fence: Fence) -> None:
+        assert fence.done
+
+
+class CpuDevice:
+    """Three streams on a CPU. Without a driver, and without a seed to make one of, each gets a thread."""
+
+    def __init__(self, seed: int | None = None, driver: Driver | None = None) -> None:
+        self.torch_device = torch.device("cpu")
+        self._driver = driver or (Driver() if seed is None else SeededDriver(seed))
+        self.h2d: Stream = self._stream("h2d")
+        self.compute: Stream = self._stream("compute")
+        self.d2h: Stream = self._stream("d2h")
+
+    def _stream(self, name: str) -> CpuStream:
+        stream = CpuStream(name, self._driver.submit)
+        self._driver.add(stream)
+        return stream
+
+    def event(self, name: str) -> CpuEvent:
+        return CpuEvent(name, self._driver.wait)
+
+    def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
+        return Buffer(name, torch.zeros(tuple(shape), dtype=dtype), host=host)
+
+    def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
+        pass
+
+    def close(self) -> None:
+        self._driver.close()

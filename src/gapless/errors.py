@@ -1,0 +1,60 @@
+"""Every exception that Gapless raises on purpose.
+
+    GaplessError
+    ├── InvalidRequest      a prompt or a sampling parameter that cannot be served (also a ValueError)
+    ├── ConfigError         an engine option that makes no sense, alone or together (also a ValueError)
+    ├── ModelError          the model cannot be used
+    │   ├── ModelNotFound       no such name, directory, file or hub id
+    │   ├── UnsupportedModel    found, but of an architecture or feature that Gapless does not have
+    │   └── CorruptModel        found, but damaged or incomplete
+    ├── CapacityError       not enough memory for what was asked
+    ├── RaceError           the happens-before checker found an unordered conflict
+    ├── StepFailed          a step raised on the device; the requests in it failed, others go on
+    └── EngineClosed        used after close, or the engine died
+
+A message names the value, the limit, and what to do. `assert` is for our own bugs and is not in this tree.
+"""
+
+
+class GaplessError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class InvalidRequest(GaplessError, ValueError):
+    """A prompt or a sampling parameter that cannot be served."""
+
+
+class ConfigError(GaplessError, ValueError):
+    """An engine option that makes no sense, alone or with the others."""
+
+
+class ModelError(GaplessError):
+    """The model cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """No such model name, directory, file or hub id."""
+
+
+class UnsupportedModel(ModelError):
+    """The model was found, but Gapless lacks its architecture or one of its features."""
+
+
+class CorruptModel(ModelError):
+    """The model was found, but its files are damaged or incomplete."""
+
+
+class CapacityError(GaplessError):
+    """Not enough memory for what was asked."""
+
+
+class RaceError(GaplessError):
+    """Two accesses of one buffer are not ordered by any event."""
+
+
+class StepFailed(GaplessError):
+    """A step raised on the device."""
+
+
+class EngineClosed(GaplessError):
+    """The engine was used after it was closed, or it died."""

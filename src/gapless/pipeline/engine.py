@@ -1,0 +1,219 @@
+"""The engine as its clients see it: submit, abort, stats, close. Owns the loop's thread.
+
+Whoever submits only puts a message into the inbox; the loop's thread alone touches scheduler and executor, and hands
+results to the callback that came with the request. A callback must not block: it runs between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from gapless.config import MAX_DEPTH, EngineOptions
+from gapless.core.limits import check_fits
+from gapless.core.outcome import Commit, Counters, Finished, Progress
+from gapless.core.params import MAX_STOP_IDS, SamplingParams
+from gapless.core.request import Request, int_array
+from gapless.core.scheduler import Scheduler
+from gapless.errors import EngineClosed, InvalidRequest
+from gapless.models.source import ModelSource
+from gapless.pipeline.depth import AutoDepth, FixedDepth
+from gapless.pipeline.executor import LocalExecutor
+from gapless.pipeline.loop import Depth, run_loop
+from gapless.runner.build import Built, build
+
+log = logging.getLogger(__name__)
+
+Deliver = Callable[[Progress | Finished], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Inbox: a new request."""
+
+    request: Request
+    deliver: Deliver
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Inbox: end a request."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Inbox: end everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A reading of all counters. The difference of two readings describes the time between them."""
+
+    time_s: float
+    busy_s: float  # the compute stream's
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated: int
+    num_overrun: int
+    num_preemptions: int
+    num_recomputed: int
+
+    def __sub__(self, earlier: Stats) -> Stats:
+        return Stats(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+
+class Engine:
+    """Runs requests until closed."""
+
+    def __init__(
+        self, options: EngineOptions, source: ModelSource, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        self.options = options
+        self._built: Built = build(options, source, progress)
+        self.resolved = self._built.resolved
+        self._scheduler = Scheduler(self.resolved.limits)
+        fixed = options.depth != "auto"
+        self._depth: Depth = FixedDepth(int(options.depth)) if fixed else AutoDepth()
+        num_slots = int(options.depth) if fixed else MAX_DEPTH
+        self._executor = LocalExecutor(self._built.device, self._built.runner, self.resolved.limits, num_slots)
+        self._inbox: queue.SimpleQueue[Submit | Abort | Close] = queue.SimpleQueue()
+        self._subscribers: dict[str, Deliver] = {}
+        self._closing = False
+        self._error: BaseException | None = None
+        self._num_requests = 0
+        self._lock = threading.Lock()  # of what callers share: closing and the request count
+        self._thread = threading.Thread(target=self._run, name="gapless-loop", daemon=True)
+        self._thread.start()
+
+    # -- callers' side -------------------------------------------------------------------------------------------
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be in flight, now."""
+        return self._depth.depth
+
+    def make_request(self, prompt: Sequence[int], params: SamplingParams, *, streams: bool = False) -> Request:
+        """Check a prompt against model and limits, and give it an id and a seed. Raises InvalidRequest."""
+        model, limits = self.resolved.model, self.resolved.limits
+        check_tokens(prompt, model.vocab_size, "prompt")
+        check_tokens(params.stop_token_ids, model.vocab_size, "stop_token_ids", empty=True)
+        eos = () if params.ignore_eos else model.eos_token_ids
+        stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise InvalidRequest(f"{len(stop_ids)} stop and end-of-sequence tokens; at most {MAX_STOP_IDS}")
+        with self._lock:
+            number = self._num_requests
+            self._num_requests += 1
+        request = Request(
+            id=f"r{number}",
+            prompt=int_array(prompt),
+            params=params,
+            seed=params.seed if params.seed is not None else _derive_seed(self.options.seed, number),
+            stop_ids=stop_ids,
+            limit=min(len(prompt) + params.max_tokens, limits.max_model_len),
+            streams=streams,
+        )
+        check_fits(request, limits)
+        return request
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Queue a request. `deliver` gets its Progress, if it streams, and at the end one Finished."""
+        with self._lock:
+            if self._closing:
+                raise EngineClosed("the engine is closed") from self._error
+            self._inbox.put(Submit(request, deliver))
+
+    def abort(self, request_id: str, reason: str = "abort") -> None:
+        """End a request soon; its Finished comes as for any other. Unknown ids are ignored."""
+        self._inbox.put(Abort(request_id, reason))
+
+    def stats(self) -> Stats:
+        """All counters, now."""
+        counters: Counters = self._scheduler.counters
+        values = (getattr(counters, f.name) for f in fields(counters))
+        return Stats(time.perf_counter(), self._built.device.compute.busy_s, *values)
+
+    def close(self) -> None:
+        """Abort what runs, deliver that, and stop. Can be called again."""
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                self._inbox.put(Close())
+        self._thread.join()
+
+    # -- the loop's side -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            run_loop(self._scheduler, self._executor, self._depth, self._admit, self._deliver)
+        except BaseException as error:
+            log.exception("the engine died")
+            self._die(error)
+        finally:
+            self._executor.close()
+
+    def _admit(self, idle: bool) -> bool:
+        """Take in what callers sent, waiting for it when idle; False when the engine is to stop."""
+        if self.options.check:
+            self._scheduler.check()
+        while True:
+            try:
+                message = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            idle = False
+            match message:
+                case Submit(request, deliver):
+                    self._subscribers[request.id] = deliver
+                    self._scheduler.add(request)
+                case Abort(request_id, reason):
+                    self._notify(self._scheduler.abort(request_id, reason))
+                case Close():
+                    for finished in self._scheduler.abort_all():
+                        self._notify(finished)
+                    return False
+
+    def _deliver(self, commit: Commit) -> None:
+        for progress in commit.progress:
+            self._subscribers[progress.request.id](progress)
+        for finished in commit.finished:
+            self._notify(finished)
+
+    def _notify(self, finished: Finished | None) -> None:
+        if finished is not None:
+            self._subscribers.pop(finished.request.id)(finished)
+
+    def _die(self, error: BaseException) -> None:
+        """Nobody waits for ever: fail what runs, what waits, and what is still in the inbox."""
+        with self._lock:
+            self._closing = True
+            self._error = error
+        for finished in self._scheduler.abort_all():
+            self._subscribers.pop(finished.request.id)(Finished(finished.request, "error", error))
+        while not self._inbox.empty():
+            message = self._inbox.get()
+            if isinstance(message, Submit):
+                message.deliver(Finished(message.request, "error", error))
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int, what: str, *, empty: bool = False) -> None:
+    """Raise InvalidRequest unless all are ids of the vocabulary."""
+    if len(tokens) == 0 and not empty:
+        raise InvalidRequest(f"the {what} is empty; it needs at least one token")
+    for index, token in enumerate(tokens):
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(f"{what}: token id {token} at index {index} is not in the vocabulary of {vocab_size}")
+
+
+def _derive_seed(seed: int, number: int) -> int:
+    """A seed for the request of this number: golden-ratio steps, folded into 64 bits."""
+    value = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
+    return value - 2**64 if value >= 2**63 else value

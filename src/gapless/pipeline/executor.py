@@ -1,0 +1,110 @@
+"""Puts a plan on the device and brings its tokens back: `launch`, `collect`, `close`.
+
+`launch` only queues: three streams, ordered by the slot's events. `collect` waits for one event, the oldest step's
+`d2h_over`; it is the only wait in the engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from gapless.core.limits import Limits
+from gapless.core.plan import Plan
+from gapless.core.request import IntArray
+from gapless.device.base import Buffer, Device
+from gapless.errors import GaplessError, StepFailed
+from gapless.pipeline.slot import Slot, make_slot
+from gapless.runner.fill import capacity, fill
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A launched step."""
+
+    plan: Plan
+    slot: Slot | None  # None where an executor needs none
+
+
+class Executor(Protocol):
+    """What the loop needs of whoever runs its plans."""
+
+    def launch(self, plan: Plan) -> Ticket:
+        """Queue the plan without waiting."""
+
+    def collect(self, ticket: Ticket) -> IntArray:
+        """Wait for the step; its tokens, in the order of `plan.sample_rows`. Raises StepFailed."""
+
+    def close(self) -> None:
+        """Let everything queued end, and stop."""
+
+
+class StepRunner(Protocol):
+    """What the executor needs of a runner."""
+
+    buffers: Sequence[Buffer]
+
+    def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+        """Run one step on the compute stream."""
+
+
+class LocalExecutor:
+    """Runs plans on one device of this process."""
+
+    def __init__(self, device: Device, runner: StepRunner, limits: Limits, num_slots: int) -> None:
+        self._device = device
+        self._runner = runner
+        size = capacity(limits)
+        self._free = deque(make_slot(device, i, size, limits.num_rows) for i in range(num_slots))
+
+    def launch(self, plan: Plan) -> Ticket:
+        slot = self._free.popleft()
+        device, runner = self._device, self._runner
+        device.touch(f"fill {plan.step}", writes=(slot.host_in,))
+        size = fill(plan, slot.host_in.array)
+
+        def copy_in() -> None:
+            slot.device_in.tensor[:size].copy_(slot.host_in.tensor[:size], non_blocking=True)
+
+        def compute() -> None:
+            runner.step(plan, slot.device_in.tensor, slot.device_out.tensor)
+
+        def copy_out() -> None:
+            count = plan.num_samples
+            slot.host_out.tensor[:count].copy_(slot.device_out.tensor[:count], non_blocking=True)
+
+        device.h2d.run(copy_in, f"copy in {plan.step}", reads=(slot.host_in,), writes=(slot.device_in,))
+        device.h2d.record(slot.h2d_over)
+
+        device.compute.wait(slot.h2d_over)
+        device.compute.run(
+            compute, f"compute {plan.step}", reads=(slot.device_in,), writes=(slot.device_out, *runner.buffers)
+        )
+        device.compute.record(slot.compute_over)
+
+        device.d2h.wait(slot.compute_over)
+        device.d2h.run(copy_out, f"copy out {plan.step}", reads=(slot.device_out,), writes=(slot.host_out,))
+        device.d2h.record(slot.d2h_over)
+        return Ticket(plan, slot)
+
+    def collect(self, ticket: Ticket) -> IntArray:
+        slot = ticket.slot
+        assert slot is not None
+        try:
+            slot.d2h_over.synchronize()
+            self._device.touch(f"collect {ticket.plan.step}", reads=(slot.host_out,))
+            tokens: IntArray = slot.host_out.array[: ticket.plan.num_samples].copy()
+        except GaplessError:
+            raise
+        except Exception as error:
+            raise StepFailed(f"step {ticket.plan.step} failed on the device: {error}") from error
+        finally:
+            self._free.append(slot)
+        return tokens
+
+    def close(self) -> None:
+        self._device.close()

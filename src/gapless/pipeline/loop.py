@@ -1,0 +1,59 @@
+"""The loop: admit, schedule, launch, collect, commit.
+
+    depth 1   plan 1 | wait 1 | plan 2 | wait 2 | ...          the device idles while the host plans
+    depth 2   plan 1 | plan 2 | wait 1 | plan 3 | wait 2 | ... the device always has a step queued
+
+Synchronous and asynchronous batching are this one function; only `depth` differs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from gapless.core.outcome import Commit
+from gapless.core.plan import Plan
+from gapless.core.scheduler import Scheduler
+from gapless.errors import StepFailed
+from gapless.pipeline.executor import Executor, Ticket
+
+
+class Depth(Protocol):
+    """How many steps may be in flight, now."""
+
+    depth: int
+
+    def observe(self, plan: Plan) -> None:
+        """A step was launched."""
+
+
+def run_loop(
+    scheduler: Scheduler,
+    executor: Executor,
+    depth: Depth,
+    admit: Callable[[bool], bool],
+    deliver: Callable[[Commit], None],
+) -> None:
+    """Run until `admit` says there is nothing more to come and everything in flight has come back.
+
+    `admit(idle)` brings new requests and aborts to the scheduler, waiting for some when idle, and returns False to
+    stop. `deliver` takes what each step brought.
+    """
+    in_flight: deque[Ticket] = deque()
+    while admit(not in_flight and not scheduler.has_requests) or in_flight:
+        plan = scheduler.schedule()
+        if plan is not None:
+            in_flight.append(executor.launch(plan))
+            depth.observe(plan)
+        if in_flight and (plan is None or len(in_flight) >= depth.depth):
+            deliver(settle(scheduler, executor, in_flight.popleft()))
+
+
+def settle(scheduler: Scheduler, executor: Executor, ticket: Ticket) -> Commit:
+    """Wait for a step and turn its tokens into facts; a step that raised fails its own requests only."""
+    try:
+        tokens = executor.collect(ticket)
+    except StepFailed as error:
+        return scheduler.fail(ticket.plan, error)
+    return scheduler.commit(ticket.plan, tokens)

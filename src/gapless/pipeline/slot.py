@@ -1,0 +1,43 @@
+"""The buffers and events of one step in flight.
+
+A slot has one holder at a time: from `launch` until `collect`. Only the holder writes the host's side, and it knows by
+`d2h_over` that the device is done with all of it.
+
+    host_in --h2d--> device_in --compute--> device_out --d2h--> host_out
+              h2d_over          compute_over           d2h_over
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gapless.device.base import Buffer, Device, Event
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Host and device buffers, and the three events, of one step."""
+
+    host_in: Buffer  # [capacity] int32, host: the packed plan
+    device_in: Buffer  # [capacity] int32, device
+    device_out: Buffer  # [num_rows] int32, device: sampled tokens
+    host_out: Buffer  # [num_rows] int32, host
+    h2d_over: Event
+    compute_over: Event
+    d2h_over: Event
+
+
+def make_slot(device: Device, index: int, capacity: int, num_rows: int) -> Slot:
+    """A slot whose buffers and events carry its index in their names."""
+    name = f"slot{index}"
+    return Slot(
+        host_in=device.buffer(f"{name}.host_in", (capacity,), torch.int32, host=True),
+        device_in=device.buffer(f"{name}.device_in", (capacity,), torch.int32),
+        device_out=device.buffer(f"{name}.device_out", (num_rows,), torch.int32),
+        host_out=device.buffer(f"{name}.host_out", (num_rows,), torch.int32, host=True),
+        h2d_over=device.event(f"{name}.h2d_over"),
+        compute_over=device.event(f"{name}.compute_over"),
+        d2h_over=device.event(f"{name}.d2h_over"),
+    )

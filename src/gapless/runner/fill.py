@@ -1,0 +1,134 @@
+"""Packs what a plan says into one array of int32, and reads it back on the device as views.
+
+One array is one copy a step. Both sides walk the same list of sections, so neither can get the order wrong. Numbers
+that only steer the launch (sizes, spans) stay in the plan on the host.
+
+    decode_rows | chunk_tokens | chunk_positions | chunk_token_rows | chunk_rows | chunk_ends | sample_tokens
+    | sample_rows | new_blocks (row, index, block) | seats (SEAT_WIDTH numbers each)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gapless.core.limits import Limits
+from gapless.core.params import MAX_STOP_IDS
+from gapless.core.plan import Plan, Seat
+from gapless.core.request import NO_TOKEN, IntArray
+
+SEAT_WIDTH = 8 + MAX_STOP_IDS  # row, temperature, top_k, top_p, min_p, seed (2), min_total, stop ids
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """How many numbers each section of a packed plan has, in order."""
+
+    num_decodes: int
+    num_chunk_tokens: int
+    num_chunks: int
+    num_samples: int
+    num_new_blocks: int
+    num_seats: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Sections:
+        chunk_tokens = plan.num_tokens - plan.num_decodes
+        return cls(
+            plan.num_decodes, chunk_tokens, len(plan.chunks), plan.num_samples, len(plan.new_blocks), len(plan.seats)
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        tokens, chunks, samples = self.num_chunk_tokens, self.num_chunks, self.num_samples
+        seats = self.num_seats * SEAT_WIDTH
+        return (
+            self.num_decodes,
+            tokens,
+            tokens,
+            tokens,
+            chunks,
+            chunks,
+            samples,
+            samples,
+            3 * self.num_new_blocks,
+            seats,
+        )
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Views of a packed plan on the device. int32, except where said."""
+
+    decode_rows: torch.Tensor  # [num_decodes]
+    chunk_tokens: torch.Tensor  # [num_chunk_tokens]
+    chunk_positions: torch.Tensor  # [num_chunk_tokens]
+    chunk_token_rows: torch.Tensor  # [num_chunk_tokens]
+    chunk_rows: torch.Tensor  # [num_chunks]
+    chunk_ends: torch.Tensor  # [num_chunks] the row's length after the step
+    sample_tokens: torch.Tensor  # [num_samples] which of the step's tokens is followed by a sample
+    sample_rows: torch.Tensor  # [num_samples]
+    new_blocks: torch.Tensor  # [num_new_blocks, 3]
+    seats: torch.Tensor  # [num_seats, SEAT_WIDTH]
+
+
+def capacity(limits: Limits) -> int:
+    """Numbers that any plan within the limits packs into."""
+    rows = limits.num_rows
+    return Sections(rows, limits.max_batch_tokens, rows, rows, limits.max_new_blocks, rows).total
+
+
+def fill(plan: Plan, out: IntArray) -> int:
+    """Write the plan into `out`, which the caller owns until the copy is over; return how many numbers it took."""
+    parts: list[IntArray] = [plan.decode_rows]
+    if plan.chunks:
+        parts += _chunk_parts(plan)
+    parts += [_sample_tokens(plan), plan.sample_rows, plan.new_blocks.reshape(-1)]
+    parts += [_seat(seat) for seat in plan.seats]
+    end = 0
+    for part in parts:
+        start, end = end, end + len(part)
+        out[start:end] = part
+    return end
+
+
+def unpack(packed: torch.Tensor, sections: Sections) -> Packed:
+    """Views of the sections of a packed plan."""
+    parts = list(torch.split(packed[: sections.total], list(sections.sizes)))
+    parts[8:] = parts[8].view(-1, 3), parts[9].view(-1, SEAT_WIDTH)
+    return Packed(*parts)
+
+
+def _chunk_parts(plan: Plan) -> list[IntArray]:
+    chunks = plan.chunks
+    counts = [len(chunk.tokens) for chunk in chunks]
+    rows = np.array([chunk.row for chunk in chunks], np.int32)
+    ends = np.array([chunk.length for chunk in chunks], np.int32)
+    positions = [np.arange(chunk.start, chunk.length, dtype=np.int32) for chunk in chunks]
+    tokens = [chunk.tokens for chunk in chunks]
+    return [np.concatenate(tokens), np.concatenate(positions), np.repeat(rows, counts), rows, ends]
+
+
+def _sample_tokens(plan: Plan) -> IntArray:
+    decodes = np.arange(plan.num_decodes, dtype=np.int32)
+    if not plan.chunks:
+        return decodes
+    ends = plan.num_decodes + np.cumsum([len(chunk.tokens) for chunk in plan.chunks]) - 1
+    samples = np.array([chunk.samples for chunk in plan.chunks], np.bool_)
+    return np.concatenate((decodes, ends[samples].astype(np.int32)))
+
+
+def _seat(seat: Seat) -> IntArray:
+    values = np.full(SEAT_WIDTH, NO_TOKEN, np.int32)
+    params = seat.params
+    values[[0, 2, 7]] = seat.row, params.top_k, min(seat.min_total, 2**31 - 1)
+    values.view(np.float32)[[1, 3, 4]] = params.temperature, params.top_p, params.min_p
+    values[5:7] = np.array([seat.seed], np.int64).view(np.int32)
+    values[8 : 8 + len(seat.stop_ids)] = seat.stop_ids
+    return values

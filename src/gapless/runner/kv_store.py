@@ -1,0 +1,35 @@
+"""The memory of the KV cache: one pool of blocks for each layer.
+
+Knows sizes. Which block belongs to whom is the scheduler's affair.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gapless.device.base import Buffer, Device
+
+
+class KVStore:
+    """Pools of [num_blocks * block_size, 2 * num_kv_heads, head_dim], k heads before v heads."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+    ) -> None:
+        shape = (num_layers, num_blocks * block_size, 2 * num_kv_heads, head_dim)
+        self.buffer: Buffer = device.buffer("kv", shape, dtype)
+        self.pools = list(self.buffer.tensor.unbind(0))
+        self.block_size = block_size
+
+
+def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Memory of one block over all layers."""
+    return num_layers * block_size * 2 * num_kv_heads * head_dim * dtype.itemsize

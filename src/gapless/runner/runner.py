@@ -1,0 +1,92 @@
+"""One batch on one device: from a packed plan to sampled tokens.
+
+Owns the rows and the KV cache. Runs on the compute stream; never waits, never looks at a value on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from gapless.attention.base import Attend, Attention, AttentionBatch, Span
+from gapless.core.limits import Limits
+from gapless.core.plan import Plan
+from gapless.device.base import Buffer, Device
+from gapless.runner.fill import Packed, Sections, unpack
+from gapless.runner.kv_store import KVStore
+from gapless.runner.row_store import RowStore
+from gapless.runner.sampler import sample
+
+
+class Model(Protocol):
+    """What the runner needs of a model."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Hidden states [n, hidden_size]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [m, vocab_size], float32."""
+
+
+class Runner:
+    """Runs steps. Everything that lasts from step to step is in its buffers."""
+
+    def __init__(self, device: Device, limits: Limits, model: Model, kv: KVStore, attention: Attention) -> None:
+        self._block_size = limits.block_size
+        self._model = model
+        self._attention = attention
+        self.rows = RowStore(device, limits)
+        self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
+
+    @torch.inference_mode()
+    def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+        """Run the plan whose packed form is in `packed_plan`; leave the sampled tokens at the head of `out`."""
+        packed = unpack(packed_plan, Sections.of(plan))
+        self.rows.apply(packed)
+        token_ids, positions, token_rows = self._inputs(packed)
+        attend = self._attention.begin(self._batch(plan, packed, positions, token_rows))
+        hidden = self._model.forward(token_ids, positions, attend)
+        tokens = self._sample(plan, packed, hidden, positions)
+        self.rows.advance(packed, tokens)
+        out[: plan.num_samples] = tokens
+
+    def _inputs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids, positions and rows of the step's tokens: decodes from the rows, chunks from the host."""
+        rows = packed.decode_rows.long()
+        decodes = (self.rows.last_token[rows], self.rows.length[rows], rows)
+        if len(packed.chunk_tokens) == 0:
+            return decodes
+        chunks = (packed.chunk_tokens, packed.chunk_positions, packed.chunk_token_rows)
+        ids, positions, token_rows = (torch.cat(pair) for pair in zip(decodes, chunks, strict=True))
+        return ids, positions, token_rows
+
+    def _batch(self, plan: Plan, packed: Packed, positions: torch.Tensor, token_rows: torch.Tensor) -> AttentionBatch:
+        blocks = self.rows.blocks
+        slots = blocks[token_rows, positions // self._block_size] * self._block_size + positions % self._block_size
+        return AttentionBatch(
+            slots=slots,
+            decode_tables=blocks[token_rows[: plan.num_decodes]],
+            decode_lengths=positions[: plan.num_decodes] + 1,
+            max_decode_length=plan.max_decode_length,
+            chunk_tables=blocks[packed.chunk_rows.long()],
+            chunks=spans(plan),
+        )
+
+    def _sample(self, plan: Plan, packed: Packed, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if plan.num_samples == 0:
+            return torch.empty(0, dtype=torch.int64, device=hidden.device)
+        chosen = packed.sample_tokens.long()
+        logits = self._model.logits(hidden[chosen])
+        return sample(logits, packed.sample_rows.long(), positions[chosen] + 1, self.rows, plan)
+
+
+def spans(plan: Plan) -> tuple[Span, ...]:
+    """Where the plan's chunks lie among the step's tokens."""
+    offset = plan.num_decodes
+    found = []
+    for chunk in plan.chunks:
+        found.append(Span(offset, chunk.start, len(chunk.tokens)))
+        offset += len(chunk.tokens)
+    return tuple(found)

@@ -1,0 +1,80 @@
+"""Picks the next token of every sampled row, on the device, in one pass.
+
+A random draw is a function of (seed, position) alone: one uniform number a row, looked up in the row's own cumulative
+distribution. Nothing about a row's result depends on which other rows are in the batch, or on when it ran.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gapless.core.plan import Plan
+from gapless.runner.row_store import RowStore
+
+_MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's constants, as signed numbers
+
+
+def sample(logits: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, store: RowStore, plan: Plan) -> torch.Tensor:
+    """Tokens [n] int64 for logits [n, vocab] float32; `places` [n] is the position that each token will have."""
+    if plan.any_min_tokens:
+        logits = forbid_stops(logits, store.stop_ids[rows], places + 1 < store.min_total[rows])
+    greedy = logits.argmax(dim=-1)
+    if not plan.any_random:
+        return greedy
+    temperature, top_p, min_p = store.floats[rows].unbind(1)
+    warm = temperature > 0
+    scaled = logits / torch.where(warm, temperature, 1.0)[:, None]
+    if plan.any_filtered:
+        floor = lowest_kept(scaled, store.top_k[rows], top_p, min_p)
+        scaled = scaled.masked_fill(scaled < floor[:, None], -torch.inf)
+    drawn = draw(scaled, uniform(store.seed[rows], places))
+    return torch.where(warm, drawn, greedy)
+
+
+def forbid_stops(logits: torch.Tensor, stop_ids: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
+    """Logits with the stop tokens of `early` rows out of reach."""
+    forbidden = early[:, None] & (stop_ids >= 0)
+    columns = torch.where(forbidden, stop_ids, 0)
+    penalty = torch.zeros_like(logits)
+    penalty.scatter_reduce_(1, columns, torch.where(forbidden, -torch.inf, 0.0).to(logits.dtype), "amin")
+    return logits + penalty
+
+
+def lowest_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """The smallest logit [n] that top-k, then top-p, then min-p leave standing; -inf where none of them is used."""
+    vocab = logits.shape[1]
+    ordered = logits.sort(dim=1, descending=True).values
+    kept = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab)
+    beyond = torch.arange(vocab, device=logits.device)[None, :] >= kept[:, None]
+    probs = ordered.masked_fill(beyond, -torch.inf).softmax(dim=1)
+    before = probs.cumsum(dim=1) - probs  # mass of likelier tokens
+    nucleus = (before < top_p[:, None]).sum(dim=1)
+    kept = torch.where(top_p < 1, torch.minimum(kept, nucleus), kept).clamp(min=1)
+    floor = ordered.gather(1, (kept - 1)[:, None]).squeeze(1)
+    floor = torch.where(kept < vocab, floor, -torch.inf)
+    return torch.maximum(floor, ordered[:, 0] + min_p.log())  # log 0 is -inf: no floor
+
+
+def draw(logits: torch.Tensor, uniform_: torch.Tensor) -> torch.Tensor:
+    """Inverse transform sampling: the token under whose share of the distribution the uniform number falls."""
+    mass = logits.softmax(dim=1, dtype=torch.float64).cumsum(dim=1)
+    target = uniform_[:, None] * mass[:, -1:]
+    return torch.searchsorted(mass, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+
+
+def uniform(seed: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1), float64, from (seed, place): two rounds of a 64-bit mixer, its upper 53 bits."""
+    bits = _mix(_mix(seed) + place)
+    return _shift(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = x + _MIX[0]
+    x = (x ^ _shift(x, 30)) * _MIX[1]
+    x = (x ^ _shift(x, 27)) * _MIX[2]
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift; torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
