@@ -1,0 +1,117 @@
+"""Chat messages to prompt text, by the model's own Jinja template.
+
+Knows what a message must look like and what transformers offers to templates, so that both render the same text.
+Templates come with models and are not trusted: they run in Jinja's immutable sandbox. Does not know tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gapless.errors import CorruptModel, InvalidRequest
+
+
+class ChatTemplate:
+    def __init__(self, template: str | None, *, bos_token: str | None = None, eos_token: str | None = None) -> None:
+        self._template = _compile(template) if template is not None else None
+        tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        # A missing token must be undefined in the template: None would be written out as "None".
+        self._tokens = {name: token for name, token in tokens.items() if token is not None}
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **extra: Any) -> str:
+        """The prompt text. It holds the special tokens already: encode it with `add_special_tokens=False`."""
+        if self._template is None:
+            raise InvalidRequest("the model has no chat template; send a plain prompt instead of messages")
+        values = {"tools": None, "documents": None, **self._tokens, **extra}
+        values |= {"messages": _checked(messages), "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(values)
+        except Exception as error:  # a template is a program: on odd messages it may raise anything
+            raise InvalidRequest(f"the chat template refused the messages: {error}") from error
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}`, which marks the assistant's words for training; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _compile(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise CorruptModel(f"the model's chat template does not parse: line {error.lineno}: {error.message}") from error
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _checked(messages: object) -> list[dict[str, Any]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise InvalidRequest(f"messages must be a list, not {type(messages).__name__}")
+    if not messages:
+        raise InvalidRequest("messages must not be empty")
+    return [_checked_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _checked_message(where: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{where} must be an object with role and content, not {type(message).__name__}")
+    for key in ("role", "content"):
+        if key not in message:
+            raise InvalidRequest(f"{where} has no {key}")
+    if not isinstance(message["role"], str):
+        raise InvalidRequest(f"{where}.role must be a string, not {type(message['role']).__name__}")
+    return {**message, "content": _content(f"{where}.content", message["content"])}
+
+
+def _content(where: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a string or a list of text parts, not {type(content).__name__}")
+    return "\n".join(_part_text(f"{where}[{index}]", part) for index, part in enumerate(content))
+
+
+def _part_text(where: str, part: object) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise InvalidRequest(f'{where} must be {{"type": "text", "text": ...}}; {kind!r} parts are not supported')
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequest(f"{where}.text must be a string, not {type(part.get('text')).__name__}")
+    return str(part["text"])

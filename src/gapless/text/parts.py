@@ -1,0 +1,29 @@
+"""The parts a tokenizer is made of, whatever kind of file they came from.
+
+Knows only names and types. Readers (`hf_tokenizer`, `gguf_tokenizer`) fill it once; `Tokenizer` holds it and nobody
+writes it afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
+
+
+@dataclass(frozen=True)
+class TokenizerParts:
+    backend: Backend
+    bos_token: str | None = None
+    eos_token: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+    clean_up_spaces: bool = False
+
+
+def bos_eos_processor(backend: Backend, bos: str | None, eos: str | None) -> processors.TemplateProcessing:
+    """The post-processor that puts `bos` before and `eos` after every text; None leaves that side bare."""
+    single = " ".join(part for part in (bos, "$A", eos) if part is not None)
+    specials = [(token, backend.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
+    return processors.TemplateProcessing(single=single, pair=f"{single} $B", special_tokens=specials)

@@ -1,0 +1,127 @@
+"""Text to token ids and back.
+
+Owns the model's vocabulary, its special tokens and its chat template string. Knows how a finished sequence of ids
+decodes; does not know requests, streams of tokens (`detokenizer`) or how a template is rendered (`chat`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from gapless.errors import InvalidRequest
+from gapless.text.cleanup import clean_up
+from gapless.text.gguf_tokenizer import read_gguf
+from gapless.text.hf_tokenizer import read_directory
+from gapless.text.parts import TokenizerParts
+
+
+class Tokenizer:
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._parts = parts
+        self._backend = parts.backend
+        added = parts.backend.get_added_tokens_decoder()
+        self.vocab_size: int = parts.backend.get_vocab_size(with_added_tokens=True)
+        self.byte_pieces: Mapping[int, bytes] = _BytePieces(parts.backend)
+        self.special_ids: frozenset[int] = frozenset(id for id, token in added.items() if token.special)
+
+    @classmethod
+    def from_directory(cls, path: Path) -> Tokenizer:
+        """From a Hugging Face directory: tokenizer.json and the small JSON files beside it."""
+        return cls(read_directory(path))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """From the metadata of a GGUF file."""
+        return cls(read_gguf(metadata))
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._parts.bos_token
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._parts.eos_token
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._parts.eos_token_ids
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._parts.chat_template
+
+    @property
+    def cleans_up_spaces(self) -> bool:
+        return self._parts.clean_up_spaces
+
+    @property
+    def decoder_state(self) -> bytes:
+        """The decoder as JSON; `b"null"` where tokens are simply joined."""
+        decoder = self._backend.decoder
+        return bytes(decoder.__getstate__()) if decoder is not None else b"null"
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Special tokens written out in a text are read as the special tokens they name."""
+        for text in texts:
+            _require_text(text)
+        if len(texts) == 1:
+            return [list(self._backend.encode(texts[0], add_special_tokens=add_special_tokens).ids)]
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [list(encoding.ids) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Ids outside the vocabulary decode to nothing."""
+        text = self.decode_raw(ids, skip_special_tokens=skip_special_tokens)
+        return clean_up(text) if self.cleans_up_spaces else text
+
+    def decode_raw(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """As `decode`, before the clean-up of spaces."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def id_to_token(self, id: int) -> str | None:
+        """The vocabulary's own spelling of a token; None where the id names nothing."""
+        return self._backend.id_to_token(id)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+
+class _BytePieces(dict[int, bytes]):
+    """The bytes of each token of a byte-level vocabulary, looked up once; an id that names nothing has none."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def __missing__(self, id: int) -> bytes:
+        token = self._backend.id_to_token(id) or ""
+        piece = bytes(_BYTE_OF[char] for char in token) if all(char in _BYTE_OF for char in token) else token.encode()
+        self[id] = piece
+        return piece
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in a byte-level vocabulary: itself where printable, else from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _require_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise InvalidRequest(f"a prompt must be a string, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        where = f"{error.object[error.start]!r} at position {error.start}"
+        raise InvalidRequest(f"the text is not valid Unicode: lone surrogate {where}") from None

@@ -1,0 +1,132 @@
+"""Tokenizers read from Hugging Face directories."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
+
+from gapless.errors import CorruptModel, InvalidRequest, ModelNotFound
+from gapless.text.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def directory(tmp_path: Path, backend: Backend) -> Path:
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def write(path: Path, **files: Any) -> Path:
+    """Adds to a tokenizer directory: `tokenizer_config={...}` becomes tokenizer_config.json."""
+    for name, value in files.items():
+        (path / f"{name}.json").write_text(json.dumps(value))
+    return path
+
+
+def test_reads_a_directory(directory: Path) -> None:
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "T"}
+    tokenizer = Tokenizer.from_directory(write(directory, tokenizer_config=config))
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template) == ("<s>", "</s>", "T")
+    assert tokenizer.eos_token_ids == (1,)
+    assert tokenizer.special_ids == {0, 1}
+    assert tokenizer.decode(tokenizer.encode("naïve café <s>x")) == "naïve café x"
+    assert tokenizer.decode(tokenizer.encode("<s>x"), skip_special_tokens=False) == "<s>x"
+
+
+@pytest.mark.parametrize("add_bos", [True, False, None])
+@pytest.mark.parametrize("add_eos", [True, False, None])
+def test_bos_and_eos_as_transformers_adds_them(
+    directory: Path, backend: Backend, add_bos: bool | None, add_eos: bool | None
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    flags = {"add_bos_token": add_bos, "add_eos_token": add_eos}
+    config = {"bos_token": "<s>", "eos_token": "</s>"} | {k: v for k, v in flags.items() if v is not None}
+    write(directory, tokenizer_config=config)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.save(str(directory / "tokenizer.json"))
+    reference = PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer = Tokenizer.from_directory(directory)
+    assert tokenizer.encode("the cat") == reference("the cat")["input_ids"]
+    assert (
+        tokenizer.encode("the cat", add_special_tokens=False) == backend.encode("the cat", add_special_tokens=False).ids
+    )
+
+
+def test_named_special_tokens_become_special(directory: Path) -> None:
+    config = {"additional_special_tokens": ["with space", "not in the vocabulary"]}
+    tokenizer = Tokenizer.from_directory(write(directory, special_tokens_map=config))
+    assert tokenizer.decode(tokenizer.encode("a with space b")) == "a  b"
+    assert tokenizer.token_to_id("not in the vocabulary") is None
+
+
+def test_eos_ids_of_the_generation_config_come_along(directory: Path) -> None:
+    files = {"tokenizer_config": {"eos_token": "</s>"}, "generation_config": {"eos_token_id": [1, 7]}}
+    assert Tokenizer.from_directory(write(directory, **files)).eos_token_ids == (1, 7)
+    (directory / "generation_config.json").unlink()
+    assert Tokenizer.from_directory(write(directory, config={"eos_token_id": 9})).eos_token_ids == (1, 9)
+
+
+def test_chat_template_places(directory: Path) -> None:
+    named = [{"name": "tool_use", "template": "A"}, {"name": "default", "template": "B"}]
+    assert Tokenizer.from_directory(write(directory, tokenizer_config={"chat_template": named})).chat_template == "B"
+    (directory / "chat_template.jinja").write_text("C")
+    assert Tokenizer.from_directory(directory).chat_template == "C"
+
+
+@pytest.mark.parametrize("template", [3, [{"name": "default"}], ["x"]])
+def test_a_damaged_chat_template(directory: Path, template: Any) -> None:
+    with pytest.raises(CorruptModel, match="chat_template in"):
+        Tokenizer.from_directory(write(directory, tokenizer_config={"chat_template": template}))
+
+
+def test_truncation_and_padding_of_the_file_are_dropped(directory: Path, backend: Backend) -> None:
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9)
+    backend.save(str(directory / "tokenizer.json"))
+    tokenizer = Tokenizer.from_directory(directory)
+    assert tokenizer.decode(tokenizer.encode("the cat sat")) == "the cat sat"
+
+
+def test_encode_batch_equals_encode(byte_level: Tokenizer) -> None:
+    texts = ["the cat", "", "😀"]
+    assert byte_level.encode_batch(texts) == [byte_level.encode(text) for text in texts]
+
+
+def test_clean_up_is_for_word_piece_only(directory: Path) -> None:
+    config = {"clean_up_tokenization_spaces": True}
+    tokenizer = Tokenizer.from_directory(write(directory, tokenizer_config=config))
+    assert tokenizer.decode(tokenizer.encode("a . b")) == "a . b"
+
+
+def test_a_missing_tokenizer_says_what_works_without(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"no tokenizer\.json.*token ids"):
+        Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_config", "special_tokens_map", "generation_config"])
+@pytest.mark.parametrize("content", ["{", "[]", "", "\x00"])
+def test_damaged_files(directory: Path, name: str, content: str) -> None:
+    (directory / f"{name}.json").write_text(content)
+    with pytest.raises(CorruptModel, match=re.escape(str(directory))):
+        Tokenizer.from_directory(directory)
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", 3, None, b"x"])
+def test_refuses_what_is_not_text(byte_level: Tokenizer, text: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"not valid Unicode|must be a string"):
+        byte_level.encode(text)
+
+
+def test_imports_no_torch() -> None:
+    code = (
+        "import sys, gapless.text.detokenizer, gapless.text.chat, gapless.text.stop; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
