@@ -7,6 +7,7 @@ Knows nothing of batches or models.
 
 from __future__ import annotations
 
+import math
 import queue
 import random
 import threading
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from gapless.device.base import Buffer, Event, Stream
@@ -212,7 +214,8 @@ class CpuDevice:
         return CpuEvent(name, self._driver.wait)
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
-        return Buffer(name, torch.zeros(tuple(shape), dtype=dtype), host=host)
+        pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)  # unlike torch's: no memory until it is touched
+        return Buffer(name, torch.from_numpy(pages).view(dtype).view(tuple(shape)), host=host)
 
     def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
         pass

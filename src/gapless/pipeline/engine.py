@@ -24,9 +24,11 @@ from gapless.models.source import ModelSource
 from gapless.pipeline.depth import AutoDepth, FixedDepth
 from gapless.pipeline.executor import LocalExecutor
 from gapless.pipeline.loop import Depth, run_loop
-from gapless.runner.build import Built, build
+from gapless.runner.build import Built, Resolved, build, resolve
 
 log = logging.getLogger(__name__)
+
+__all__ = ["Engine", "Resolved", "Stats", "derive_seed", "resolve"]
 
 Deliver = Callable[[Progress | Finished], None]
 
@@ -116,7 +118,7 @@ class Engine:
             id=f"r{number}",
             prompt=int_array(prompt),
             params=params,
-            seed=params.seed if params.seed is not None else _derive_seed(self.options.seed, number),
+            seed=params.seed if params.seed is not None else derive_seed(self.options.seed, number),
             stop_ids=stop_ids,
             limit=min(len(prompt) + params.max_tokens, limits.max_model_len),
             streams=streams,
@@ -213,7 +215,7 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, what: str, *, empty: bo
             raise InvalidRequest(f"{what}: token id {token} at index {index} is not in the vocabulary of {vocab_size}")
 
 
-def _derive_seed(seed: int, number: int) -> int:
+def derive_seed(seed: int, number: int) -> int:
     """A seed for the request of this number: golden-ratio steps, folded into 64 bits."""
     value = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
     return value - 2**64 if value >= 2**63 else value

@@ -41,7 +41,8 @@ def run_loop(
     stop. `deliver` takes what each step brought.
     """
     in_flight: deque[Ticket] = deque()
-    while admit(not in_flight and not scheduler.has_requests) or in_flight:
+    more = True  # once `admit` says no, it is not asked again: idle, it would wait for ever
+    while (more := more and admit(not in_flight and not scheduler.has_requests)) or in_flight:
         plan = scheduler.schedule()
         if plan is not None:
             in_flight.append(executor.launch(plan))

@@ -82,6 +82,7 @@ def build(options: EngineOptions, source: ModelSource, progress: Callable[[int, 
         dtype=resolved.dtype,
         device=device.torch_device,
         load_format=options.load_format,
+        max_positions=resolved.limits.max_model_len,
         seed=options.seed,
         progress=progress,
     )

@@ -48,7 +48,8 @@ class RowStore:
         rows = seats[:, 0].long()
         self.floats[rows] = seats[:, FLOAT_COLUMNS].view(torch.float32)
         self.top_k[rows] = seats[:, 2].long()
-        self.seed[rows] = seats[:, 5:7].contiguous().view(torch.int64).squeeze(1)
+        low, high = seats[:, 5:7].long().unbind(1)
+        self.seed[rows] = (high << 32) | (low & 0xFFFFFFFF)
         self.min_total[rows] = seats[:, 7].long()
         self.stop_ids[rows] = seats[:, 8:].long()
 

@@ -1,0 +1,186 @@
+"""The command line: arguments in, exit codes out.
+
+0 all done   1 some prompts failed   2 wrong usage, options or model   130 interrupted, what was done is kept
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import signal
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gapless import __version__
+from gapless.config import EngineOptions, log_level
+from gapless.core.params import SamplingParams
+from gapless.errors import GaplessError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+SAMPLING_HELP = {
+    "max_tokens": "most tokens to generate",
+    "min_tokens": "no end-of-sequence or stop token before this many",
+    "temperature": "0 is greedy",
+    "top_k": "keep the k likeliest tokens; 0 keeps all",
+    "top_p": "keep the likeliest tokens that together reach this probability",
+    "min_p": "keep tokens at least this likely, relative to the likeliest",
+    "ignore_eos": "go on past the end-of-sequence token",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `gapless` command."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=log_level(), format="%(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return int(args.handler(args))
+    except GaplessError as error:
+        print(f"gapless: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("gapless: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone; nothing is left to say
+        return EXIT_FAILED
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands with their options."""
+    parser = argparse.ArgumentParser(
+        prog="gapless", description="LLM inference in which the device never waits for the host."
+    )
+    parser.add_argument("--version", action="version", version=f"gapless {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    run = _command(commands, "run", "complete every prompt of a JSONL file", _run)
+    run.add_argument("prompts", help='file of lines {"prompt": ...} or {"messages": [...]}; - is standard input')
+    run.add_argument("-o", "--output", metavar="OUT.jsonl", help="write results here; default: print them")
+    run.add_argument("--token-ids", action="store_true", help="write the generated token ids too")
+    run.add_argument("--restart", action="store_true", help="do not go on with OUT.jsonl.part of an interrupted run")
+    add_engine_options(run)
+    add_sampling_options(run)
+
+    generate = _command(commands, "generate", "continue a text, streamed to the terminal", _generate)
+    generate.add_argument("prompt", help="the text to continue; - is standard input")
+    generate.add_argument("--chat", action="store_true", help="take the text as a user's message and answer it")
+    add_engine_options(generate)
+    add_sampling_options(generate)
+
+    info = _command(commands, "info", "show device, data types, KV cache and limits", _info)
+    add_engine_options(info)
+
+    bench = commands.add_parser("bench", help="measure", description="Measure.")
+    kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    host = _command(kinds, "host", "host cost of a step, model stubbed out", _bench_host)
+    host.add_argument("--batch", type=int, nargs="+", default=[1, 32, 128, 256, 1024], help="batch sizes")
+    host.add_argument("--steps", type=int, default=200, help="decode steps to time at each batch size")
+    host.add_argument("--depth", type=int, default=2, help="steps in flight")
+    host.add_argument("--json", metavar="FILE", help="write the rows here as JSON")
+    offline = _command(kinds, "offline", "throughput of a fixed job, side by side with peers", _bench_offline)
+    from gapless.bench.offline import add_arguments
+
+    add_arguments(offline)
+    return parser
+
+
+def _command(group: Any, name: str, text: str, handler: Callable[[Any], int]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field of EngineOptions."""
+    group = parser.add_argument_group("engine")
+    for field in dataclasses.fields(EngineOptions):
+        text = field.metadata["help"] + ("" if field.default is None else f" (default: {field.default})")
+        _add_flag(group, field.name, field.default, text, EngineOptions)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field of SamplingParams; lines of a prompt file may say otherwise."""
+    group = parser.add_argument_group("sampling")
+    defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    for name, text in SAMPLING_HELP.items():
+        _add_flag(group, name, defaults[name], f"{text} (default: {defaults[name]})", SamplingParams)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    group.add_argument("--stop-token-id", action="append", type=int, metavar="ID", help="end at this token; repeatable")
+    group.add_argument("--sampling-seed", type=int, metavar="N", help="same seed, same tokens")
+
+
+def _add_flag(group: Any, name: str, default: Any, text: str, owner: type) -> None:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(default, bool):
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        return
+    kinds = typing.get_args(typing.get_type_hints(owner)[name]) or (typing.get_type_hints(owner)[name],)
+    group.add_argument(flag, type=_number_or_text if str not in kinds or int in kinds else str, default=None, help=text)
+
+
+def _number_or_text(text: str) -> int | float | str:
+    """Numbers as numbers; whatever else as it is, for the options' own checks to judge."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def engine_options(args: argparse.Namespace) -> EngineOptions:
+    """Options from flags. Raises ConfigError."""
+    names = [field.name for field in dataclasses.fields(EngineOptions)]
+    return EngineOptions.from_dict({name: value for name in names if (value := getattr(args, name)) is not None})
+
+
+def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
+    """Sampling parameters that were set by flags."""
+    values = {name: getattr(args, name) for name in SAMPLING_HELP}
+    values |= {"stop": args.stop, "stop_token_ids": args.stop_token_id, "seed": args.sampling_seed}
+    found = {name: value for name, value in values.items() if value is not None}
+    SamplingParams.from_dict(found)
+    return found
+
+
+def _run(args: argparse.Namespace) -> int:
+    from gapless.commands.run import run
+
+    return run(args, engine_options(args), sampling_values(args))
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from gapless.commands.generate import generate
+
+    return generate(args, engine_options(args), SamplingParams.from_dict(sampling_values(args)))
+
+
+def _info(args: argparse.Namespace) -> int:
+    from gapless.commands.info import info
+
+    return info(engine_options(args))
+
+
+def _bench_host(args: argparse.Namespace) -> int:
+    from gapless.bench.host import main as bench
+
+    return bench(args.batch, args.steps, args.depth, args.json)
+
+
+def _bench_offline(args: argparse.Namespace) -> int:
+    from gapless.bench.offline import main as bench
+
+    return bench(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

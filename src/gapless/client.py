@@ -1,0 +1,155 @@
+"""The caller's side of the engine: from prompts to requests, from tokens to completions.
+
+What `LLM` and `AsyncLLM` share. Validates and tokenizes before the queue, builds text after it; both on the caller's
+thread, so that the loop's thread never touches text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gapless.config import EngineOptions
+from gapless.core.outcome import Finished, Progress
+from gapless.core.params import SamplingParams
+from gapless.core.request import Request
+from gapless.errors import ConfigError, InvalidRequest, ModelError
+from gapless.models.source import ModelSource, resolve
+from gapless.pipeline.engine import Engine
+from gapless.text import load_tokenizer
+from gapless.text.assembler import Assembler
+from gapless.text.chat import ChatTemplate
+from gapless.text.tokenizer import Tokenizer
+
+Prompt = str | list[int] | tuple[int, ...]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What came of one prompt."""
+
+    text: str  # empty when the model has no tokenizer
+    token_ids: tuple[int, ...]  # generated tokens, the stop token included
+    finish_reason: str  # "stop", "length", "abort" or "error"
+    prompt_token_ids: tuple[int, ...]
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache already had
+    stop: str | None = None  # the stop string that ended the text
+    error: str | None = None  # set when finish_reason is "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of a streamed completion. The last one carries the completion."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    completion: Completion | None = None
+
+
+class Job:
+    """One prompt on its way: its request, and the text built so far."""
+
+    def __init__(self, request: Request, assembler: Assembler, engine: Engine) -> None:
+        self.request = request
+        self._assembler = assembler
+        self._engine = engine
+        self._stopping = False
+
+    def take(self, news: Progress | Finished) -> Delta:
+        """Turn what the engine delivered into text; end the request when a stop string was found."""
+        if isinstance(news, Finished):
+            return self._finish(news)
+        text = self._assembler.push((news.token,))
+        if self._assembler.stop is not None and not self._stopping:
+            self._stopping = True
+            self._engine.abort(self.request.id, "stop")
+        return Delta(text, (news.token,))
+
+    def _finish(self, news: Finished) -> Delta:
+        request, assembler = self.request, self._assembler
+        unseen = request.tokens[request.num_prompt + len(assembler.token_ids) :].tolist()
+        text = assembler.push(unseen) + assembler.finish()
+        completion = Completion(
+            text=assembler.text,
+            token_ids=tuple(assembler.token_ids),
+            finish_reason="stop" if assembler.stop is not None else news.reason,
+            prompt_token_ids=tuple(request.prompt.tolist()),
+            num_cached_tokens=request.num_cached,
+            stop=assembler.stop,
+            error=str(news.error) if news.error is not None else None,
+        )
+        return Delta(text, tuple(unseen), completion)
+
+
+class Client:
+    """An engine with a tokenizer."""
+
+    def __init__(self, options: EngineOptions, progress: Callable[[int, int], None] | None = None) -> None:
+        source = resolve(options.model)
+        self.tokenizer = _tokenizer(source, options)
+        self._no_tokenizer = f"{source.name} has no tokenizer; give the prompt as token ids"
+        self._template: ChatTemplate | None = None
+        self.engine = Engine(options, source, progress)
+
+    def encode(self, prompt: Prompt) -> Sequence[int]:
+        """Token ids of a prompt. Raises InvalidRequest."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest(self._no_tokenizer)
+            if not prompt:
+                raise InvalidRequest("the prompt is empty; it needs at least one character")
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, (list, tuple)) and all(type(token) is int for token in prompt):
+            return prompt
+        raise InvalidRequest(f"a prompt is text or a list of token ids, got {_excerpt(prompt)}")
+
+    def encode_chat(self, messages: Sequence[Message]) -> Sequence[int]:
+        """Token ids of a conversation, ready for the assistant's turn. Raises InvalidRequest."""
+        if self.tokenizer is None:
+            raise InvalidRequest(self._no_tokenizer)
+        if self._template is None:
+            tokenizer = self.tokenizer
+            self._template = ChatTemplate(
+                tokenizer.chat_template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
+            )
+        return self.tokenizer.encode(self._template.render(messages), add_special_tokens=False)
+
+    def prepare(self, tokens: Sequence[int], params: SamplingParams, *, streams: bool) -> Job:
+        """A job that is sure to be accepted. Stop strings need each token as it comes."""
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids")
+        request = self.engine.make_request(tokens, params, streams=streams or bool(params.stop))
+        return Job(request, Assembler(self.tokenizer, params.stop), self.engine)
+
+
+def _tokenizer(source: ModelSource, options: EngineOptions) -> Tokenizer | None:
+    """The model's tokenizer; random weights may do without."""
+    try:
+        return load_tokenizer(source)
+    except ModelError:
+        if options.load_format == "dummy":
+            return None
+        raise
+
+
+def _excerpt(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def check_params(params: object) -> SamplingParams:
+    """The default when None; raise InvalidRequest for anything else that is not SamplingParams."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"params must be SamplingParams, got {_excerpt(params)}")
+    return params
+
+
+def make_options(model: str, options: Mapping[str, Any]) -> EngineOptions:
+    """Options from keyword arguments. Raises ConfigError."""
+    if not isinstance(model, str):
+        raise ConfigError(f"model must be a name or a path, got {_excerpt(model)}")
+    return EngineOptions.from_dict({"model": model, **options})

@@ -1,0 +1,34 @@
+"""`gapless generate`: one text, continued on the terminal as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+
+from gapless.config import EngineOptions
+from gapless.core.params import SamplingParams
+from gapless.llm import LLM
+from gapless.report import overlap_line
+
+
+def generate(args: argparse.Namespace, options: EngineOptions, params: SamplingParams) -> int:
+    """Stream the continuation to standard output, the closing line to standard error."""
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    with LLM(**dataclasses.asdict(options)) as llm:
+        before = llm.stats()
+        deltas = (
+            llm.stream_chat([{"role": "user", "content": prompt}], params) if args.chat else llm.stream(prompt, params)
+        )
+        completion = None
+        for delta in deltas:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+            completion = delta.completion
+        print()
+        assert completion is not None
+        if completion.error is not None:
+            print(f"gapless: {completion.error}", file=sys.stderr)
+            return 1
+        print(overlap_line(llm.stats() - before, llm.engine.depth), file=sys.stderr)
+    return 0

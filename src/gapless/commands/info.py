@@ -1,0 +1,36 @@
+"""`gapless info`: what the engine would use, without loading the weights."""
+
+from __future__ import annotations
+
+import platform
+
+from gapless import __version__
+from gapless.config import EngineOptions
+from gapless.models.source import resolve as resolve_source
+from gapless.pipeline.engine import resolve
+from gapless.report import readable_bytes
+
+
+def info(options: EngineOptions) -> int:
+    """Print a short table."""
+    import torch
+
+    source = resolve_source(options.model)
+    resolved = resolve(options, source)
+    limits, model = resolved.limits, resolved.model
+    dtype, kv_dtype = (str(d).removeprefix("torch.") for d in (resolved.dtype, resolved.kv_dtype))
+    rows = {
+        "gapless": f"{__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "device": f"{resolved.device_name}, {options.num_threads or torch.get_num_threads()} threads",
+        "model": f"{source.name}: {model.architecture}, {model.num_layers} layers, vocabulary {model.vocab_size}",
+        "dtype": f"weights {dtype}, KV cache {kv_dtype}",
+        "depth": str(options.depth),
+        "KV cache": f"{readable_bytes(resolved.kv_bytes)}: {limits.num_blocks} blocks of {limits.block_size} tokens, "
+        f"{limits.num_blocks * limits.block_size} tokens in all",
+        "limits": f"{limits.num_rows} rows, {limits.max_batch_tokens} tokens a step, "
+        f"{limits.max_model_len} tokens a request",
+        "prefix cache": "on" if limits.prefix_cache else "off",
+    }
+    for name, text in rows.items():
+        print(f"{name:13} {text}")
+    return 0

@@ -1,0 +1,186 @@
+"""`LLM`: generate for many prompts and wait.
+
+The caller's thread tokenizes, waits and builds text; the engine's threads do the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from gapless.client import Client, Completion, Delta, Job, Message, Prompt, check_params, make_options
+from gapless.core.outcome import Finished, Progress
+from gapless.core.params import SamplingParams
+from gapless.errors import InvalidRequest
+from gapless.pipeline.engine import Engine, Stats
+from gapless.progress import progress_bar
+from gapless.text.tokenizer import Tokenizer
+
+QUEUED_AHEAD = 4  # times the number of rows: prompts prepared before the first result is awaited
+
+
+class LLM:
+    """A model, loaded and ready. Close it, or use it in a `with` block.
+
+    Options are those of `gapless.config.EngineOptions`: device, dtype, depth, block_size, num_blocks, kv_memory,
+    max_batch_tokens, max_num_rows, max_model_len, seed, load_format, prefix_cache, num_threads, check, interleave.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] = "smollm2", **options: Any) -> None:
+        resolved = make_options(os.fspath(model), options)
+        with progress_bar("loading", unit="tensor") as bar:
+            self._client = Client(resolved, bar.to)
+
+    @property
+    def engine(self) -> Engine:
+        return self._client.engine
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._client.tokenizer
+
+    def stats(self) -> Stats:
+        """All counters, now; subtract two readings to describe a run."""
+        return self.engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Continue each prompt; results in input order. Every prompt is checked before any of them runs."""
+        texts = _as_prompts(prompts)
+        each = _as_params(params, len(texts))
+        return self._generate([_named(i, len(texts), self._encode, p) for i, p in enumerate(texts)], each)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Any:
+        """Answer a conversation, or each of a list of conversations."""
+        many = bool(messages) and isinstance(messages[0], Sequence) and not isinstance(messages[0], str)
+        talks: Sequence[Any] = messages if many else [messages]
+        each = _as_params(params, len(talks))
+        encode = self._client.encode_chat
+        found = self._generate([_named(i, len(talks), encode, talk) for i, talk in enumerate(talks)], each)
+        return found if many else found[0]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Continue one prompt, piece by piece. Closing the iterator early ends the request."""
+        return self._stream(self._client.prepare(self._encode(prompt), check_params(params), streams=True))
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Answer a conversation, piece by piece."""
+        tokens = self._client.encode_chat(messages)
+        return self._stream(self._client.prepare(tokens, check_params(params), streams=True))
+
+    def run(self, jobs: Iterable[tuple[int, Job]]) -> Iterator[tuple[int, Completion]]:
+        """Complete jobs as they come, in the order in which they finish; takes new ones while others run.
+
+        Ends what is still running when the caller stops iterating.
+        """
+        news: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
+        running: dict[str, tuple[int, Job]] = {}
+        source = iter(jobs)
+        ahead = QUEUED_AHEAD * self.engine.resolved.limits.num_rows
+        try:
+            while True:
+                while len(running) < ahead and (found := next(source, None)) is not None:
+                    running[found[1].request.id] = found
+                    self.engine.submit(found[1].request, news.put)
+                if not running:
+                    return
+                item = news.get()
+                number, job = running[item.request.id]
+                completion = job.take(item).completion
+                if completion is not None:
+                    del running[item.request.id]
+                    yield number, completion
+        finally:
+            for request_id in running:
+                self.engine.abort(request_id)
+
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Job:
+        """A job for `run`. Raises InvalidRequest."""
+        return self._client.prepare(self._encode(prompt), check_params(params), streams=False)
+
+    def prepare_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Job:
+        """A job for `run`. Raises InvalidRequest."""
+        return self._client.prepare(self._client.encode_chat(messages), check_params(params), streams=False)
+
+    def close(self) -> None:
+        """Stop the engine. What still runs is aborted."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # never finished building
+            self.engine.close()
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        return self._client.encode(prompt)
+
+    def _generate(self, prompts: list[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+        prepare = self._client.prepare
+        jobs = [
+            _named(i, len(prompts), lambda pair: prepare(pair[0], pair[1], streams=False), pair)
+            for i, pair in enumerate(zip(prompts, params, strict=True))
+        ]
+        results: dict[int, Completion] = {}
+        with progress_bar("generating", total=len(jobs), unit="prompt") as bar:
+            for number, completion in self.run(enumerate(jobs)):
+                results[number] = completion
+                bar.advance(1, len(completion.token_ids))
+        return [results[i] for i in range(len(jobs))]
+
+    def _stream(self, job: Job) -> Iterator[Delta]:
+        news: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
+        self.engine.submit(job.request, news.put)
+        try:
+            while True:
+                delta = job.take(news.get())
+                yield delta
+                if delta.completion is not None:
+                    return
+        finally:
+            self.engine.abort(job.request.id)
+
+
+def _named(index: int, count: int, check: Callable[[Any], Any], value: Any) -> Any:
+    """`check(value)`; an error says which of several prompts it is about."""
+    try:
+        return check(value)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"prompt {index}: {error}" if count > 1 else str(error)) from None
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(f"prompts must be a list, got {type(prompts).__name__}")
+    if len(prompts) == 0:
+        raise InvalidRequest("no prompts: the list is empty")
+    if all(type(item) is int for item in prompts):
+        return [prompts]  # type: ignore[list-item]  # one prompt of token ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if not isinstance(params, (list, tuple)):
+        return [check_params(params)] * count
+    if len(params) != count:
+        raise InvalidRequest(f"{len(params)} sampling parameters for {count} prompts; give one, or one each")
+    return [check_params(item) for item in params]
