@@ -1,7 +1,7 @@
 """The contract of paged attention: a step's batch, and the function that models call for each layer.
 
-`attend(layer, q, k, v)` first stores k and v of all the step's tokens, then attends; a token sees every earlier
-position of its own row, whoever wrote it. Knows block tables and lengths, not requests.
+`attend(layer, heads, rotation)` rotates queries and keys, stores k and v of all the step's tokens, then attends; a
+token sees every earlier position of its own row, whoever wrote it. Knows block tables and lengths, not requests.
 """
 
 from __future__ import annotations
@@ -12,8 +12,28 @@ from typing import Protocol
 
 import torch
 
-# (layer, q [n, num_heads, head_dim], k and v [n, num_kv_heads, head_dim]) -> [n, num_heads * head_dim]
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+class Rotation(Protocol):
+    """What is done to queries and keys before they meet: an optional norm of each head, then rope."""
+
+    @property
+    def cos_sin(self) -> torch.Tensor:
+        """[num_tokens, 2, head_dim]: cos and signed sin of each token's position."""
+
+    @property
+    def norm_weight(self) -> torch.Tensor | None:
+        """[num_heads + num_kv_heads, head_dim], or None when heads are not normalized."""
+
+    @property
+    def eps(self) -> float:
+        """Of the norm."""
+
+    def apply(self, heads: torch.Tensor) -> torch.Tensor:
+        """Queries and keys [n, num_heads + num_kv_heads, head_dim], normalized and rotated."""
+
+
+# (layer, heads [n, num_heads + 2 * num_kv_heads, head_dim]: q, k, v, rotation) -> [n, num_heads * head_dim]
+Attend = Callable[[int, torch.Tensor, Rotation], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +54,19 @@ class AttentionBatch:
     """A step as attention sees it: one token for each decode row, then the chunks end to end."""
 
     slots: torch.Tensor  # [num_tokens] int64, device: where each token's k and v go
-    decode_tables: torch.Tensor  # [num_decodes, max_blocks] int64, device
+    blocks: torch.Tensor  # [num_rows, max_blocks] int64, device: every row's block table
+    decode_rows: torch.Tensor  # [num_decodes] int64, device
     decode_lengths: torch.Tensor  # [num_decodes] int64, device: this step's token included
     max_decode_length: int
-    chunk_tables: torch.Tensor  # [num_chunks, max_blocks] int64, device
-    chunks: tuple[Span, ...]
+    chunk_rows: torch.Tensor  # [num_chunks] int32, device
+    chunk_offsets: torch.Tensor  # [num_chunks] int32, device: first token in the batch
+    chunk_starts: torch.Tensor  # [num_chunks] int32, device: position of that token in the row
+    chunk_ends: torch.Tensor  # [num_chunks] int32, device: the row's length after the step
+    chunks: tuple[Span, ...]  # the same for the host
 
     @property
     def num_decodes(self) -> int:
-        return len(self.decode_lengths)
+        return len(self.decode_rows)
 
 
 class Attention(Protocol):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from gapless.attention.base import Attend, AttentionBatch, Span
+from gapless.attention.base import Attend, AttentionBatch, Rotation, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,16 @@ class ReferenceAttention:
         self._scale = scale
 
     def begin(self, batch: AttentionBatch) -> Attend:
-        views = [self._view(batch.chunk_tables[i], span) for i, span in enumerate(batch.chunks)]
+        tables = batch.blocks[batch.chunk_rows]
+        views = [self._view(tables[i], span) for i, span in enumerate(batch.chunks)]
         blocks, mask = self._decode_view(batch)
+        num_rotated = self._num_heads + self._num_kv_heads
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
             pool = self._pools[layer]
-            pool.index_copy_(0, batch.slots, torch.cat((k, v), dim=1).to(pool.dtype))
+            qk = rotation.apply(heads[:, :num_rotated])
+            q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
+            pool.index_copy_(0, batch.slots, torch.cat((k, heads[:, num_rotated:]), dim=1).to(pool.dtype))
             parts = [self._attend_chunk(pool, q, view) for view in views]
             if batch.num_decodes:
                 parts.insert(0, self._attend_decodes(pool, q[: batch.num_decodes], blocks, mask))
@@ -63,7 +67,7 @@ class ReferenceAttention:
         num_blocks = -(-batch.max_decode_length // self._block_size)
         seen = torch.arange(num_blocks * self._block_size, device=batch.slots.device)
         mask = seen[None, :] < batch.decode_lengths[:, None]
-        return batch.decode_tables[:, :num_blocks].reshape(-1), mask[:, None, None, :]
+        return batch.blocks[batch.decode_rows, :num_blocks].reshape(-1), mask[:, None, None, :]
 
     def _attend_decodes(
         self, pool: torch.Tensor, q: torch.Tensor, blocks: torch.Tensor, mask: torch.Tensor

@@ -1,0 +1,49 @@
+"""Small operations between the products, each as one Triton kernel, for NVIDIA GPUs.
+
+At a batch of a few dozen tokens a kernel costs its launch, not its work; so the norm of a layer, and SiLU with the
+gate's product, are one kernel each. Runs under Triton's interpreter too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < SIZE
+    value = tl.load(x + token * SIZE + column, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
+    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * SIZE + column, (value * scale * gain).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _silu_mul(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    gate = tl.load(both + token * 2 * SIZE + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(both + token * 2 * SIZE + SIZE + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * SIZE + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [n, size] over its root mean square, times weight [size]."""
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(x.shape[1])
+    _rms_norm[(len(x),)](x, weight, out, eps, SIZE=x.shape[1], BLOCK=block, num_warps=min(16, max(4, block // 512)))
+    return out
+
+
+def silu_mul(both: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, for gate and up side by side [n, 2 * size]."""
+    size = both.shape[1] // 2
+    out = torch.empty(len(both), size, dtype=both.dtype, device=both.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _silu_mul[(len(both), triton.cdiv(size, block))](both, out, SIZE=size, BLOCK=block, num_warps=4)
+    return out

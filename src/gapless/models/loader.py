@@ -1,0 +1,113 @@
+"""From a model source to a model in memory: the config, then the weights, each checked before it is read.
+
+Owns the order of loading. Knows no file format (`weights`, `config`) and no layer (`llama`).
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gapless.errors import CorruptModel
+from gapless.models.config import ModelConfig
+from gapless.models.gguf_file import GGUFFile
+from gapless.models.llama import CausalLM, weight_shapes
+from gapless.models.source import ModelSource
+from gapless.models.weights import DummyWeights, GGUFWeights, SafetensorsWeights, Shapes, Weights
+
+logger = logging.getLogger(__name__)
+
+LoadFormat = Literal["auto", "dummy"]
+Progress = Callable[[int, int], None]  # tensors read so far, of how many
+_MAX_NAMED = 5
+
+
+def load_config(source: ModelSource) -> ModelConfig:
+    if source.kind == "gguf":
+        return ModelConfig.from_gguf(GGUFFile(source.path))
+    generation = source.path / "generation_config.json"
+    return ModelConfig.from_hf(_read_json(source.path / "config.json"), _read_json(generation, optional=True))
+
+
+def load_model(
+    source: ModelSource,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    max_positions: int | None = None,
+    progress: Progress | None = None,
+) -> CausalLM:
+    """Reads weights one at a time onto the device; `seed` counts for dummy weights, which need no weight files."""
+    expected = weight_shapes(config)
+    weights = _open_weights(source, config, expected, dtype, device, load_format, seed)
+    _check_shapes(weights, expected, source)
+    reader = _Reader(weights, len(expected), dtype, device, progress)
+    with torch.inference_mode():
+        return CausalLM(config, reader, max_positions)
+
+
+def _open_weights(
+    source: ModelSource,
+    config: ModelConfig,
+    expected: Shapes,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat,
+    seed: int,
+) -> Weights:
+    if load_format == "dummy":
+        return DummyWeights(expected, dtype, device, seed)
+    if source.kind == "gguf":
+        return GGUFWeights(GGUFFile(source.path), config.num_heads, config.num_kv_heads)
+    return SafetensorsWeights(source.path)
+
+
+def _check_shapes(weights: Weights, expected: Shapes, source: ModelSource) -> None:
+    missing = [name for name in expected if name not in weights.shapes]
+    if missing:
+        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+        raise CorruptModel(f"{source.path}: missing weights: {', '.join(missing[:_MAX_NAMED])}{more}")
+    for name, shape in expected.items():
+        if weights.shapes[name] != shape:
+            raise CorruptModel(
+                f"{weights.origin(name)}: tensor {name} has shape {weights.shapes[name]}, the config says {shape}"
+            )
+    unused = [name for name in weights.shapes if name not in expected]
+    if unused:
+        logger.debug("%s: %d unused tensors: %s", source.path, len(unused), ", ".join(unused[:_MAX_NAMED]))
+
+
+class _Reader:
+    """Reads a weight by name onto the device and reports progress."""
+
+    def __init__(
+        self, weights: Weights, num_total: int, dtype: torch.dtype, device: torch.device, progress: Progress | None
+    ) -> None:
+        self._weights, self._dtype, self._device, self._progress = weights, dtype, device, progress
+        self._num_read, self._num_total = 0, num_total
+
+    def __call__(self, name: str) -> Tensor:
+        tensor = self._weights.read(name).to(device=self._device, dtype=self._dtype)
+        self._num_read += 1
+        if self._progress is not None:
+            self._progress(self._num_read, self._num_total)
+        return tensor
+
+
+def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CorruptModel(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CorruptModel(f"{path}: holds a {type(content).__name__}, not an object")
+    return content

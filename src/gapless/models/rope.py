@@ -1,0 +1,103 @@
+"""Rotary position embedding: the frequencies of each kind, the table of cosines and sines, and the rotation.
+
+Knows the conventions of transformers (a head is rotated in halves) and matches it to float32 precision.
+Kinds whose frequencies depend on the length of the sequence are refused by `config`: keys in the cache stay as rotated.
+"""
+
+from collections.abc import Callable
+from math import ceil, floor, log, pi
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gapless.models.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:  # [head_dim / 2] float32
+    inverse = 1.0 / _wavelengths(rope, head_dim)
+    if rope.freq_factors is not None:
+        inverse = inverse / torch.tensor(rope.freq_factors)
+    return _SCALINGS[rope.kind](inverse, rope, head_dim)
+
+
+def _wavelengths(rope: RopeConfig, head_dim: int) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return torch.pow(rope.theta, exponents)
+
+
+def _scale_llama3(inverse: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    """Long waves are stretched by the factor, short ones kept, and those between are mixed."""
+    turns = rope.original_max_positions * inverse / (2 * pi)  # over the original context
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return kept * inverse + (1 - kept) * inverse / rope.factor
+
+
+def _scale_yarn(inverse: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    """Like llama3, but the mixing ramp is linear in the index of the frequency."""
+    low, high = _dim_of_turns(rope.beta_fast, rope, head_dim), _dim_of_turns(rope.beta_slow, rope, head_dim)
+    if rope.truncate:
+        low, high = floor(low), ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001  # a ramp of no width is a step
+    stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return inverse / rope.factor * stretched + inverse * (1 - stretched)
+
+
+def _dim_of_turns(num_turns: float, rope: RopeConfig, head_dim: int) -> float:
+    """The index of the frequency that turns so often over the original context."""
+    return head_dim * log(rope.original_max_positions / (num_turns * 2 * pi)) / (2 * log(rope.theta))
+
+
+_SCALINGS: dict[str, Callable[[Tensor, RopeConfig, int], Tensor]] = {
+    "default": lambda inverse, rope, head_dim: inverse,
+    "linear": lambda inverse, rope, head_dim: inverse / rope.factor,
+    "llama3": _scale_llama3,
+    "yarn": _scale_yarn,
+}
+
+
+class RotaryTable:
+    """cos and sin of every position, side by side so that one gather reads both.
+
+    The sign of the rotation lies in the table: the first half of each sin row is negated.
+    """
+
+    __slots__ = ("table",)
+
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        positions = torch.arange(max_positions, dtype=torch.float32)
+        angles = torch.outer(positions, inverse_frequencies(rope, head_dim))  # [max_positions, head_dim / 2] float32
+        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        rows = torch.cat((cos, cos, -sin, sin), dim=-1).view(max_positions, 2, head_dim)
+        self.table = rows.to(device=device, dtype=dtype)
+
+    def at(self, positions: Tensor) -> Tensor:
+        """cos and signed sin of the positions [n]: [n, 2, head_dim]."""
+        return self.table.index_select(0, positions)
+
+
+def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotates heads x [n, heads, head_dim] by what `RotaryTable.at` gave for their positions."""
+    cos, sin = cos_sin.split_with_sizes((1, 1), 1)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class Rotation:
+    """What one layer does to queries and keys before they meet: an optional norm of each head, then rope."""
+
+    __slots__ = ("cos_sin", "eps", "norm_weight")
+
+    def __init__(self, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> None:
+        self.cos_sin = cos_sin  # [n, 2, head_dim]
+        self.norm_weight = norm_weight  # [num_heads + num_kv_heads, head_dim]
+        self.eps = eps
+
+    def apply(self, heads: Tensor) -> Tensor:
+        """Queries and keys [n, num_heads + num_kv_heads, head_dim], normalized and rotated."""
+        if self.norm_weight is not None:
+            heads = F.rms_norm(heads, heads.shape[-1:], None, self.eps) * self.norm_weight
+        return apply_rope(heads, self.cos_sin)

@@ -1,0 +1,166 @@
+"""Where weights come from: a safetensors directory, a GGUF file, or a random generator.
+
+Each source lists shapes by Hugging Face name without reading data, and reads one tensor at a time.
+Knows the file layouts and how GGUF orders the rows of a head; knows nothing of what a model does with a weight.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gapless.errors import CorruptModel, UnsupportedModel
+from gapless.models.gguf_file import GGUFFile
+
+Shapes = Mapping[str, tuple[int, ...]]
+_DUMMY_SCALE = 0.02
+
+
+class Weights(Protocol):
+    shapes: Shapes  # by Hugging Face name
+
+    def read(self, name: str) -> Tensor:
+        """The tensor in the dtype it is stored in, or float32 where that is not a torch dtype."""
+        ...
+
+    def origin(self, name: str) -> str:
+        """Where the tensor lies or should lie, for messages."""
+        ...
+
+
+class SafetensorsWeights:
+    """One file or many shards, with or without an index; the files stay mapped while this lives."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: dict[str, Any] = {}  # the open shard of each tensor
+        self._origins: dict[str, str] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in _shards(directory):
+            file = _open_shard(path)
+            for name in file.keys():  # noqa: SIM118
+                self._files[name], self._origins[name] = file, str(path)
+                shapes[name] = tuple(file.get_slice(name).get_shape())
+        self.shapes: Shapes = shapes
+
+    def read(self, name: str) -> Tensor:
+        try:
+            tensor: Tensor = self._files[name].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CorruptModel(f"{self.origin(name)}: tensor {name} cannot be read ({error})") from error
+        if not tensor.is_floating_point():
+            raise UnsupportedModel(
+                f"{self.origin(name)}: tensor {name} is {tensor.dtype}; quantized weights need a GGUF"
+            )
+        return tensor
+
+    def origin(self, name: str) -> str:
+        return self._origins.get(name, str(self._directory))
+
+
+def _open_shard(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CorruptModel(f"{path}: damaged or cut short ({error}); download it again") from error
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        paths = [directory / name for name in _index_files(index)]
+    else:
+        single = directory / "model.safetensors"
+        paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+    if not paths and list(directory.glob("*.bin")):
+        raise UnsupportedModel(f"{directory}: has *.bin weights only; convert them to safetensors")
+    if not paths:
+        raise CorruptModel(f"{directory}: has no *.safetensors file")
+    for path in paths:
+        if not path.exists():
+            raise CorruptModel(f"{path}: this shard is missing, though {index.name} names it")
+    return paths
+
+
+def _index_files(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptModel(f"{index}: not an index with a weight_map ({error!r})") from error
+
+
+class GGUFWeights:
+    """Tensors under their Hugging Face names; q and k of the llama architecture get back their row order."""
+
+    def __init__(self, file: GGUFFile, num_heads: int, num_kv_heads: int) -> None:
+        self._file = file
+        self._gguf_names = {hf: name for name in file.tensors if (hf := _hf_name(name)) is not None}
+        is_llama = file.metadata.get("general.architecture") == "llama"
+        self._permuted_heads = {"q_proj": num_heads, "k_proj": num_kv_heads} if is_llama else {}
+        self.shapes: Shapes = {hf: file.tensors[name].shape for hf, name in self._gguf_names.items()}
+
+    def read(self, name: str) -> Tensor:
+        tensor = torch.from_numpy(self._file.load(self._gguf_names[name]))
+        num_heads = self._permuted_heads.get(name.split(".")[-2])
+        return tensor if num_heads is None else _halves_from_pairs(tensor, num_heads)
+
+    def origin(self, name: str) -> str:
+        return str(self._file.path)
+
+
+def _halves_from_pairs(tensor: Tensor, num_heads: int) -> Tensor:
+    """llama.cpp rotates neighbouring rows of a head together, transformers rows half a head apart."""
+    pairs = tensor.view(num_heads, -1, 2, *tensor.shape[1:])  # [heads, head_dim / 2, 2, ...]
+    return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+_GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_PATTERN = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+
+
+def _hf_name(gguf_name: str) -> str | None:
+    match = _GGUF_PATTERN.fullmatch(gguf_name)
+    if match is None:
+        return None
+    layer, part, kind = match.groups()
+    name = (_GGUF_NAMES if layer is None else _GGUF_LAYER_NAMES).get(part)
+    if name is None:
+        return None
+    return f"{name}.{kind}" if layer is None else f"model.layers.{layer}.{name}.{kind}"
+
+
+class DummyWeights:
+    """Random weights that depend on the seed and the name only, made on the device they are for."""
+
+    def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self.shapes = shapes
+        self._dtype, self._device, self._seed = dtype, device, seed
+
+    def read(self, name: str) -> Tensor:
+        tensor = torch.empty(self.shapes[name], dtype=self._dtype, device=self._device)
+        if name.endswith("norm.weight"):
+            return tensor.fill_(1.0)
+        generator = torch.Generator(self._device).manual_seed(crc32(f"{self._seed} {name}".encode()))
+        return tensor.normal_(0.0, _DUMMY_SCALE, generator=generator)
+
+    def origin(self, name: str) -> str:
+        return "dummy weights"

@@ -1,0 +1,55 @@
+"""Packed and fused products equal plain ones, for any number of rows."""
+
+import weakref
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from gapless.models.linear import PackedGated, PackedLinear, PlainGated, PlainLinear, make_gated, make_linear
+
+ROWS = [1, 2, 3, 16, 17, 200, 2048]
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_packed_equals_plain(dtype: torch.dtype, with_bias: bool) -> None:
+    weight, bias = (torch.randn(40, 72) / 8).to(dtype), torch.randn(40).to(dtype) if with_bias else None
+    packed, plain = PackedLinear(weight, bias), PlainLinear(weight, bias)
+    for num_rows in ROWS:
+        x, residual = torch.randn(num_rows, 72).to(dtype), torch.randn(num_rows, 40).to(dtype)
+        kept = residual.clone()
+        torch.testing.assert_close(packed(x), plain(x), **TOLERANCE[dtype])
+        torch.testing.assert_close(packed.add(x, residual), plain.add(x, residual), **TOLERANCE[dtype])
+        assert torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gated_equals_its_definition(dtype: torch.dtype, with_bias: bool) -> None:
+    gate, up = ((torch.randn(40, 72) / 8).to(dtype) for _ in range(2))
+    biases = tuple(torch.randn(40).to(dtype) if with_bias else None for _ in range(2))
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, 72).to(dtype)
+        expected = F.silu(F.linear(x, gate, biases[0])) * F.linear(x, up, biases[1])
+        for gated in (PackedGated(gate, up, *biases), PlainGated(gate, up, *biases)):
+            torch.testing.assert_close(gated(x), expected, **TOLERANCE[dtype])
+
+
+def test_choice_by_device_and_dtype() -> None:
+    weight = torch.randn(8, 8)
+    assert isinstance(make_linear(weight), PackedLinear)
+    assert isinstance(make_gated(weight, weight), PackedGated)
+    for other in (weight.double(), weight.to("meta")):
+        assert isinstance(make_linear(other), PlainLinear)
+        assert isinstance(make_gated(other, other), PlainGated)
+
+
+def test_packing_keeps_no_second_copy() -> None:
+    weight = torch.randn(64, 64)
+    alive = weakref.ref(weight)
+    linear = make_linear(weight)
+    del weight
+    assert alive() is None
+    assert linear(torch.ones(1, 64)).shape == (1, 64)

@@ -1,0 +1,128 @@
+"""Loading: what is missing, mis-shaped or damaged is named; dummy weights need no files."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import CPU, full_logits, load, random_tokens, raw_config, save_gguf, save_hf
+
+from gapless.errors import CorruptModel, UnsupportedModel
+from gapless.models.loader import load_config, load_model
+from gapless.models.source import resolve
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def rewrite(path: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    tensors = load_file(path) | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+def test_missing_tensors_are_listed_five_at_most(tmp_path: Path) -> None:
+    save_hf(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    rewrite(weights, {Q_PROJ: None})
+    with pytest.raises(CorruptModel, match=f"missing weights: {Q_PROJ}$"):
+        load(tmp_path)
+    rewrite(weights, {name: None for name in load_file(weights) if "layers.0" in name})
+    with pytest.raises(CorruptModel, match="and 5 more") as caught:
+        load(tmp_path)
+    assert str(caught.value).count("model.layers") == 5
+
+
+def test_wrong_shape(tmp_path: Path) -> None:
+    save_hf(tmp_path)
+    rewrite(tmp_path / "model.safetensors", {Q_PROJ: torch.zeros(3, 4)})
+    with pytest.raises(CorruptModel, match=rf"model\.safetensors: tensor {Q_PROJ} has shape \(3, 4\)"):
+        load(tmp_path)
+
+
+def test_integer_weights(tmp_path: Path) -> None:
+    save_hf(tmp_path)
+    rewrite(tmp_path / "model.safetensors", {Q_PROJ: torch.zeros(48, 48, dtype=torch.int8)})
+    with pytest.raises(UnsupportedModel, match=Q_PROJ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("length", [0, 4, 100, -1000])
+def test_truncated_file(tmp_path: Path, length: int) -> None:
+    save_hf(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(CorruptModel, match=r"model\.safetensors"):
+        load(tmp_path)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    save_hf(tmp_path, max_shard_size="30KB")
+    sorted(tmp_path.glob("*.safetensors"))[1].unlink()
+    with pytest.raises(CorruptModel, match="model-00002"):
+        load(tmp_path)
+
+
+def test_damaged_index(tmp_path: Path) -> None:
+    save_hf(tmp_path, max_shard_size="30KB")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CorruptModel, match=r"index\.json"):
+        load(tmp_path)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw_config()))
+    with pytest.raises(CorruptModel, match=r"no \*\.safetensors"):
+        load(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UnsupportedModel, match="bin"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", ""])
+def test_damaged_config(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CorruptModel, match=r"config\.json"):
+        load(tmp_path)
+
+
+def test_generation_config_adds_end_tokens(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw_config(eos_token_id=2)))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 2]}')
+    assert load_config(resolve(tmp_path)).eos_token_ids == (2, 4)
+
+
+def test_unused_tensors_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_hf(tmp_path)
+    rewrite(tmp_path / "model.safetensors", {"rotary.inv_freq": torch.ones(2)})
+    with caplog.at_level(logging.DEBUG, "gapless"):
+        load(tmp_path)
+    assert "rotary.inv_freq" in caplog.text
+
+
+def test_gguf_missing_tensor(tmp_path: Path) -> None:
+    save_gguf(tmp_path / "m.gguf", "llama", drop="blk.0.ffn_up.weight")
+    with pytest.raises(CorruptModel, match=r"mlp\.up_proj\.weight"):
+        load(tmp_path)
+
+
+def test_progress_counts_to_the_end(tmp_path: Path) -> None:
+    save_hf(tmp_path)
+    seen: list[tuple[int, int]] = []
+    load(tmp_path, progress=lambda done, total: seen.append((done, total)))
+    total = 2 + 2 * 9
+    assert seen == [(done, total) for done in range(1, total + 1)]
+
+
+def test_dummy_weights_depend_on_the_seed_only(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw_config(tie_word_embeddings=False, attention_bias=True)))
+    source = resolve(tmp_path)
+    config = load_config(source)
+
+    def logits(seed: int) -> torch.Tensor:
+        model = load_model(source, config, dtype=torch.float32, device=CPU, load_format="dummy", seed=seed)
+        return full_logits(model, random_tokens())
+
+    assert torch.equal(logits(3), logits(3))
+    assert not torch.equal(logits(3), logits(4))
+    assert logits(3).isfinite().all()

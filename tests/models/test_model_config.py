@@ -1,0 +1,171 @@
+"""Configs: both generations of config.json, GGUF metadata, and everything that must be refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import raw_config, save_gguf
+
+from gapless.errors import CorruptModel, ModelError, UnsupportedModel
+from gapless.models.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeConfig
+from gapless.models.gguf_file import GGUFFile
+
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def test_defaults() -> None:
+    config = ModelConfig.from_hf(raw_config(num_key_value_heads=...))
+    assert (config.head_dim, config.num_kv_heads, config.rope) == (12, 4, RopeConfig(10000.0))
+    assert (config.eos_token_ids, config.bos_token_id, config.dtype_name) == ((), None, None)
+
+
+def test_old_and_new_rope_keys_agree() -> None:
+    old = ModelConfig.from_hf(raw_config(rope_theta=5e5, rope_scaling={"type": "llama3", **LLAMA3}))
+    new = ModelConfig.from_hf(raw_config(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}))
+    assert old.rope == new.rope == RopeConfig(5e5, "llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_name(key: str) -> None:
+    assert ModelConfig.from_hf(raw_config(**{key: "bfloat16"})).dtype_name == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("own", "generation", "joined"),
+    [(2, None, (2,)), ([2, 5], 7, (2, 5, 7)), (2, [3, 2], (2, 3)), (None, [9], (9,)), (None, None, ())],
+)
+def test_end_tokens_are_joined(own: Any, generation: Any, joined: tuple[int, ...]) -> None:
+    config = ModelConfig.from_hf(raw_config(eos_token_id=own), {"eos_token_id": generation})
+    assert config.eos_token_ids == joined
+
+
+def test_architecture_from_model_type() -> None:
+    config = ModelConfig.from_hf(raw_config(architectures=..., model_type="qwen2"))
+    assert config.architecture == "Qwen2ForCausalLM"
+    assert (config.attention_bias, config.output_bias) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        MISTRAL | {"sliding_window": None},
+        MISTRAL | {"sliding_window": 128},
+        QWEN2 | {"sliding_window": 64},
+        QWEN2 | {"use_sliding_window": False, "sliding_window": 64, "layer_types": ["full_attention"]},
+        {"sliding_window": 64},
+    ],
+)
+def test_windows_not_in_use_are_accepted(changes: dict[str, Any]) -> None:
+    ModelConfig.from_hf(raw_config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": ..., "model_type": "mamba"}, "mamba"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        (MISTRAL | {"sliding_window": 64}, "sliding_window 64"),
+        (MISTRAL | {"max_position_embeddings": 32768}, "sliding_window 4096"),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 64}, "sliding_window 64"),
+        (QWEN2 | {"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer to layer"),
+    ],
+)
+def test_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        ModelConfig.from_hf(raw_config(**changes))
+
+
+def test_refusal_lists_what_is_supported() -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        ModelConfig.from_hf({"architectures": ["X"]})
+    assert all(name in str(caught.value) for name in SUPPORTED_ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": ...}, "hidden_size"),
+        ({"max_position_embeddings": ...}, "max_position_embeddings"),
+        ({"architectures": ..., "model_type": ...}, "architectures"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"num_hidden_layers": 1.5}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "layers"),
+        ({"num_key_value_heads": 3}, "key-value heads"),
+        ({"head_dim": 7}, "odd"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+    ],
+)
+def test_corrupt(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CorruptModel, match=named):
+        ModelConfig.from_hf(raw_config(**changes))
+
+
+def from_gguf(path: Path, arch: str = "llama", **metadata: Any) -> ModelConfig:
+    save_gguf(path / "m.gguf", arch, **metadata)
+    return ModelConfig.from_gguf(GGUFFile(path / "m.gguf"))
+
+
+def test_gguf(tmp_path: Path) -> None:
+    tokens = {
+        "tokenizer__ggml__eos_token_id": 2,
+        "tokenizer__ggml__eot_token_id": 5,
+        "tokenizer__ggml__bos_token_id": 1,
+    }
+    config = from_gguf(tmp_path, "qwen3", **tokens)
+    assert (config.architecture, config.vocab_size, config.head_dim) == ("Qwen3ForCausalLM", 97, 24)
+    assert (config.qk_norm, config.tie_embeddings, config.attention_bias) == (True, True, False)
+    assert (config.eos_token_ids, config.bos_token_id, config.rope) == (
+        (2, 5),
+        1,
+        RopeConfig(5000.0, original_max_positions=64),
+    )
+
+
+def test_gguf_rope_kinds(tmp_path: Path) -> None:
+    factor = {"ARCH__rope__scaling__factor": 4.0}
+    for kind in ({"ARCH__rope__scaling__type": "linear"}, {}):
+        assert from_gguf(tmp_path, **kind, **factor).rope == RopeConfig(5000.0, "linear", 4.0, 64)
+    assert from_gguf(tmp_path, ARCH__rope__scaling__type="none", **factor).rope.kind == "default"
+    yarn = from_gguf(
+        tmp_path, ARCH__rope__scaling__type="yarn", ARCH__rope__scaling__original_context_length=16, **factor
+    ).rope
+    hf = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0, "original_max_position_embeddings": 16}
+    assert yarn == ModelConfig.from_hf(raw_config(rope_parameters=hf)).rope
+
+
+def test_gguf_frequency_factors(tmp_path: Path) -> None:
+    factors = np.arange(1, 13, dtype=np.float32)
+    assert from_gguf(tmp_path, extra={"rope_freqs.weight": factors}).rope.freq_factors == tuple(factors.tolist())
+    with pytest.raises(CorruptModel, match="rope_freqs"):
+        from_gguf(tmp_path, extra={"rope_freqs.weight": factors[:5]})
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "named"),
+    [
+        ("phi3", {}, "phi3"),
+        ("llama", {"ARCH__rope__scaling__type": "longrope"}, "longrope"),
+        ("llama", {"ARCH__rope__dimension_count": 12}, "rope"),
+        ("llama", {"ARCH__expert_count": 8}, "experts"),
+        ("llama", {"ARCH__attention__sliding_window": 32}, "sliding_window"),
+        ("llama", {"drop": "embedding_length"}, "llama.embedding_length"),
+        ("llama", {"drop": "token_embd.weight"}, "token_embd.weight"),
+        ("llama", {"ARCH__attention__value_length": 12}, "values"),
+    ],
+)
+def test_gguf_refused(tmp_path: Path, arch: str, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        from_gguf(tmp_path, arch, **options)
