@@ -6,6 +6,7 @@ Tokens reach the event loop through `call_soon_threadsafe`; the engine never wai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
@@ -73,7 +74,7 @@ class AsyncLLM:
         news: asyncio.Queue[Progress | Finished] = asyncio.Queue()
 
         def deliver(item: Progress | Finished) -> None:
-            if not loop.is_closed():  # nobody is left to tell
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to tell
                 loop.call_soon_threadsafe(news.put_nowait, item)
 
         self._client.engine.submit(job.request, deliver)

@@ -43,7 +43,7 @@ class BadLine:
 def read_lines(text: str) -> Iterator[Line | BadLine]:
     """Parse a prompt file. A bad line does not stop the others."""
     index = 0
-    for number, raw in enumerate(text.splitlines(), start=1):
+    for number, raw in enumerate(text.split("\n"), start=1):
         if raw.strip():
             yield _parse(raw, number, index)
             index += 1
@@ -85,10 +85,8 @@ def error_record(index: int, name: str | int, error: str) -> Record:
 
 def read_prompts(path: str, stdin: TextIO) -> str:
     """The text of a prompt file; `-` is standard input."""
-    if path == "-":
-        return stdin.read()
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InvalidRequest(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -109,41 +107,42 @@ class ResultFile:
     def __init__(self, path: Path, belongs_to: str, *, restart: bool) -> None:
         self.path = path
         self.part = path.with_name(path.name + ".part")
+        if not path.parent.is_dir() or path.is_dir():
+            raise ConfigError(
+                f"{path}: cannot be written: {'is a directory' if path.is_dir() else 'no such directory'}"
+            )
         self.records: dict[int, Record] = {}
         if self.part.exists() and not restart:
             self._resume(belongs_to)
-        self._file = self._open(belongs_to)
         self.num_resumed = len(self.records)
+        self._belongs_to = belongs_to
+        self._file: TextIO | None = None  # opened with the first result
 
     def add(self, record: Record) -> None:
         """Keep a result, on disk before this returns."""
+        if self._file is None:
+            self._file = self._open()
         self.records[record["index"]] = record
-        self._write(record)
+        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._file.flush()
 
     def finish(self) -> None:
         """Write all results in input order, and put the file in its place in one move."""
-        self._file.close()
+        self.close()
         ordered = "".join(json.dumps(self.records[i], ensure_ascii=False) + "\n" for i in sorted(self.records))
         self.part.write_text(ordered, encoding="utf-8")
         os.replace(self.part, self.path)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
-    def _open(self, belongs_to: str) -> TextIO:
-        try:
-            file = self.part.open("w", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{self.part}: cannot be written: {error.strerror}") from None
-        self._file = file
-        self._write({"part_of": belongs_to})
-        for record in self.records.values():
-            self._write(record)
+    def _open(self) -> TextIO:
+        """Begin the part file anew, with what was resumed."""
+        file = self.part.open("w", encoding="utf-8")
+        for record in ({"part_of": self._belongs_to}, *self.records.values()):
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
         return file
-
-    def _write(self, record: Record) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._file.flush()
 
     def _resume(self, belongs_to: str) -> None:
         found = list(_whole_lines(self.part))
@@ -157,7 +156,7 @@ class ResultFile:
 
 def _whole_lines(path: Path) -> Iterator[Record]:
     """Records of a part file; a last line cut off in the middle is dropped."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             yield json.loads(line)
         except json.JSONDecodeError:

@@ -17,6 +17,13 @@ from typing import Any, Literal
 from gapless.errors import ConfigError
 
 MAX_DEPTH = 8
+_POSITIVE = {
+    "max_batch_tokens": 2**20,
+    "max_num_rows": 2**16,
+    "num_blocks": 2**31 - 1,
+    "max_model_len": 2**31 - 1,
+    "num_threads": 1024,
+}
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -29,14 +36,16 @@ class EngineOptions:
     """What a user may set. Immutable, and each value valid once it exists."""
 
     model: str = _option("smollm2", "name, directory, GGUF file or hub id of the model")
-    device: str = _option("auto", "where to run: auto or cpu")
+    device: str = _option("auto", "where to run: auto, cuda or cpu")
     dtype: str = _option("auto", "auto, bfloat16, float16 or float32")
     depth: int | Literal["auto"] = _option("auto", "steps in flight: 1 is synchronous, 2 a double buffer; auto tries")
     block_size: int = _option(16, "tokens in a block of the KV cache")
     num_blocks: int | None = _option(None, "blocks in the KV cache; default: what kv_memory holds")
-    kv_memory: int | str | None = _option(None, "memory of the KV cache, such as 2GiB; default: a third of the free")
-    max_batch_tokens: int = _option(512, "tokens in one step at most; longer prompts are cut into chunks")
-    max_num_rows: int = _option(128, "requests that run at the same time at most")
+    kv_memory: int | str | None = _option(
+        None, "memory of the KV cache, such as 2GiB (CPU: a third of the free, at most 8GiB)"
+    )
+    max_batch_tokens: int | None = _option(None, "tokens in a step at most (512 on CPU, 8192 on GPU)")
+    max_num_rows: int | None = _option(None, "requests that run at the same time at most (128 on CPU, 256 on GPU)")
     max_model_len: int | None = _option(None, "prompt and output of a request together at most; default: the model's")
     seed: int = _option(0, "where the seeds of requests without one come from")
     load_format: Literal["auto", "dummy"] = _option("auto", "auto, or dummy: random weights, needs only a config.json")
@@ -46,18 +55,21 @@ class EngineOptions:
     interleave: int | None = _option(None, "a seed: run the streams in any order that events allow (CPU, slow)")
 
     def __post_init__(self) -> None:
-        _choice("device", self.device, ("auto", "cpu"))
+        _choice("device", self.device, ("auto", "cuda", "cpu"))
         _choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         _choice("load_format", self.load_format, ("auto", "dummy"))
         if self.depth != "auto":
             _integer("depth", self.depth, 1, MAX_DEPTH)
         _integer("block_size", self.block_size, 1, 1024)
-        _integer("max_batch_tokens", self.max_batch_tokens, 1, 2**20)
-        _integer("max_num_rows", self.max_num_rows, 1, 2**16)
-        for name in ("num_blocks", "max_model_len", "num_threads"):
+        for name, high in _POSITIVE.items():
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 1, 2**31 - 1)
+                _integer(name, getattr(self, name), 1, high)
         _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        for name in ("prefix_cache", "check"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.interleave is not None:
+            _integer("interleave", self.interleave, 0, 2**63 - 1)
         if self.kv_memory is not None:
             parse_bytes("kv_memory", self.kv_memory)
 

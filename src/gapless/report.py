@@ -5,10 +5,10 @@ from __future__ import annotations
 import resource
 import sys
 
-from gapless.pipeline.engine import Stats
+from gapless.pipeline.engine import Engine, Stats
 
 
-def overlap_line(stats: Stats, depth: int) -> str:
+def overlap_line(stats: Stats, engine: Engine) -> str:
     """How well host and device overlapped between two readings, in one line."""
     seconds = max(stats.time_s, 1e-9)
     parts = [
@@ -16,7 +16,7 @@ def overlap_line(stats: Stats, depth: int) -> str:
         f"{stats.num_generated / seconds:.0f} tok/s",
         f"device busy {stats.busy_s / seconds:.1%}",
         f"{stats.num_overrun} wasted tokens",
-        f"depth {depth}",
+        f"depth {engine.depth}" + ("" if engine.depth_is_final else " (still measuring)"),
     ]
     if stats.num_cached_tokens:
         parts.append(f"{stats.num_cached_tokens / max(stats.num_prompt_tokens, 1):.0%} of prompt tokens cached")

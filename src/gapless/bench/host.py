@@ -20,7 +20,7 @@ from gapless.core.limits import Limits
 from gapless.core.outcome import Commit
 from gapless.core.params import SamplingParams
 from gapless.core.plan import Plan
-from gapless.core.request import Request, int_array
+from gapless.core.request import IntArray, Request, int_array
 from gapless.core.scheduler import Scheduler
 from gapless.device.base import Buffer
 from gapless.device.cpu import CpuDevice, InlineDriver
@@ -29,6 +29,7 @@ from gapless.pipeline.depth import FixedDepth
 from gapless.pipeline.executor import LocalExecutor
 from gapless.pipeline.loop import run_loop
 from gapless.progress import progress_bar
+from gapless.runner.fill import fill
 
 PROMPT_TOKENS = 16
 WARMUP_STEPS = 20
@@ -41,6 +42,9 @@ class StubRunner:
     def __init__(self, limits: Limits) -> None:
         self.buffers: Sequence[Buffer] = ()
         self._tokens = torch.full((limits.num_rows,), 7, dtype=torch.int32)
+
+    def fill(self, plan: Plan, out: IntArray) -> int:
+        return fill(plan, out)
 
     def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         out[: plan.num_samples] = self._tokens[: plan.num_samples]

@@ -30,5 +30,5 @@ def generate(args: argparse.Namespace, options: EngineOptions, params: SamplingP
         if completion.error is not None:
             print(f"gapless: {completion.error}", file=sys.stderr)
             return 1
-        print(overlap_line(llm.stats() - before, llm.engine.depth), file=sys.stderr)
+        print(overlap_line(llm.stats() - before, llm.engine), file=sys.stderr)
     return 0

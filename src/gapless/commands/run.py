@@ -54,9 +54,9 @@ def run(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str,
             bar.advance(len(lines) - len(todo))
             before = llm.stats()
             _complete(llm, todo, sampling, results, bar, token_ids=args.token_ids)
-            closing = overlap_line(llm.stats() - before, llm.engine.depth)
+            closing = overlap_line(llm.stats() - before, llm.engine)
     except KeyboardInterrupt:
-        return _interrupted(results, len(lines))
+        return _interrupted(results, lines)
     if results.file is not None:
         results.file.finish()
     else:
@@ -113,10 +113,11 @@ def _say_resumed(results: Results) -> None:
         )
 
 
-def _interrupted(results: Results, num_lines: int) -> int:
-    done = len(results.records)
+def _interrupted(results: Results, lines: list[Line | BadLine]) -> int:
+    done, num_lines = len(results.records), len(lines)
     if results.file is None:
-        print(f"stopped after {done} of {num_lines} prompts; with -o OUT.jsonl results are kept", file=sys.stderr)
+        _print_completions(lines, results)
+        print(f"stopped after {done} of {num_lines} prompts; with -o OUT.jsonl a run can go on later", file=sys.stderr)
         return EXIT_INTERRUPTED
     results.file.close()
     print(
@@ -129,8 +130,8 @@ def _interrupted(results: Results, num_lines: int) -> int:
 
 def _print_completions(lines: list[Line | BadLine], results: Results) -> None:
     for line in lines:
-        record = results.records[line.index]
-        if "error" in record:
+        record = results.records.get(line.index)
+        if record is None or "error" in record:
             continue
         assert isinstance(line, Line)
         asked = line.prompt if line.prompt is not None else line.messages[-1]["content"]

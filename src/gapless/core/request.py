@@ -42,6 +42,7 @@ class Request:
     row: int = -1
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
+    was_admitted: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = self.prompt

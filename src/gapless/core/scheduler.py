@@ -179,7 +179,8 @@ class Scheduler:
         self.rows.cursor[row] = cached
         self.rows.chain[row], self.rows.num_chained[row] = entry, len(blocks)
         self._prefilling.append(row)
-        if request.num_preemptions == 0:
+        if not request.was_admitted:
+            request.was_admitted = True
             request.num_cached = cached
             self.counters.num_prompt_tokens += request.num_prompt
             self.counters.num_cached_tokens += cached

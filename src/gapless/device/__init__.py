@@ -1,0 +1,29 @@
+"""How order is expressed. `open_device` is the one place that knows which devices there are."""
+
+from __future__ import annotations
+
+from gapless.device.base import Device
+from gapless.errors import ConfigError
+
+
+def pick_device(name: str) -> str:
+    """The device that `name` means on this machine: itself, or for "auto" the best there is."""
+    from gapless.device import cuda
+
+    if name == "auto":
+        return "cuda" if cuda.is_available() else "cpu"
+    if name == "cuda" and not cuda.is_available():
+        raise ConfigError("device cuda: torch finds no NVIDIA GPU here; use device cpu or auto")
+    return name
+
+
+def open_device(name: str, *, seed: int | None = None, check: bool = False) -> Device:
+    """A device by the name that `pick_device` gave. With `check`, every overlap on it is checked."""
+    from gapless.device.checker import CheckedDevice
+    from gapless.device.cpu import CpuDevice
+    from gapless.device.cuda import CudaDevice
+
+    if name == "cuda" and seed is not None:
+        raise ConfigError("interleave: the order of streams can be chosen on the CPU device only")
+    device: Device = CudaDevice() if name == "cuda" else CpuDevice(seed=seed)
+    return CheckedDevice(device) if check else device

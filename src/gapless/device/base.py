@@ -66,6 +66,7 @@ class Device(Protocol):
     """Three streams and the memory they work on."""
 
     torch_device: torch.device
+    num_cores: int  # that work on a kernel at the same time
 
     @property
     def h2d(self) -> Stream:
@@ -87,6 +88,9 @@ class Device(Protocol):
 
     def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
         """Declare that the host accesses these buffers now."""
+
+    def kv_budget(self, dry_run: Callable[[], None]) -> int:
+        """Bytes that a KV cache may take by default, when a step needs what `dry_run` needs besides."""
 
     def close(self) -> None:
         """Let the streams run dry and stop them."""

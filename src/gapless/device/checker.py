@@ -152,6 +152,7 @@ class CheckedDevice:
         self._inner = inner
         self.checker = Checker()
         self.torch_device = inner.torch_device
+        self.num_cores = inner.num_cores
         self.h2d: Stream = CheckedStream(inner.h2d, self.checker)
         self.compute: Stream = CheckedStream(inner.compute, self.checker)
         self.d2h: Stream = CheckedStream(inner.d2h, self.checker)
@@ -165,6 +166,9 @@ class CheckedDevice:
     def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
         self.checker.access(HOST, label, reads, writes)
         self._inner.touch(label, reads=reads, writes=writes)
+
+    def kv_budget(self, dry_run: Callable[[], None]) -> int:
+        return self._inner.kv_budget(dry_run)
 
     def close(self) -> None:
         self._inner.close()

@@ -8,17 +8,22 @@ Knows nothing of batches or models.
 from __future__ import annotations
 
 import math
+import os
 import queue
 import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from gapless.device.base import Buffer, Event, Stream
+
+KV_SHARE = 1 / 3  # of the free memory
+KV_CAP_BYTES = 8 * 2**30  # by default; a user may ask for more
 
 
 class Fence:
@@ -200,6 +205,7 @@ class CpuDevice:
 
     def __init__(self, seed: int | None = None, driver: Driver | None = None) -> None:
         self.torch_device = torch.device("cpu")
+        self.num_cores = torch.get_num_threads()
         self._driver = driver or (Driver() if seed is None else SeededDriver(seed))
         self.h2d: Stream = self._stream("h2d")
         self.compute: Stream = self._stream("compute")
@@ -220,5 +226,22 @@ class CpuDevice:
     def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
         pass
 
+    def kv_budget(self, dry_run: Callable[[], None]) -> int:
+        return min(int(available_memory() * KV_SHARE), KV_CAP_BYTES)
+
     def close(self) -> None:
         self._driver.close()
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping; half of all memory where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    try:  # a container's own limit
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):
+        return free
+    return min(free, max(limit - used, 0))

@@ -22,6 +22,7 @@ class FixedDepth:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        self.decided = True
 
     def observe(self, plan: Plan) -> None:
         """A step was launched."""
@@ -30,7 +31,7 @@ class FixedDepth:
 class AutoDepth:
     """Tries candidate depths on live traffic, then keeps the fastest."""
 
-    def __init__(self, candidates: tuple[int, ...] = (1, 2), clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, candidates: tuple[int, ...], clock: Callable[[], float] = time.perf_counter) -> None:
         self.depth = candidates[0]
         self.decided = False
         self._candidates = candidates

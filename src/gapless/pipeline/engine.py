@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
-from gapless.config import MAX_DEPTH, EngineOptions
+from gapless.config import EngineOptions
 from gapless.core.limits import check_fits
 from gapless.core.outcome import Commit, Counters, Finished, Progress
 from gapless.core.params import MAX_STOP_IDS, SamplingParams
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 __all__ = ["Engine", "Resolved", "Stats", "derive_seed", "resolve"]
 
+AUTO_DEPTHS = (1, 2)
 Deliver = Callable[[Progress | Finished], None]
 
 
@@ -83,8 +84,8 @@ class Engine:
         self.resolved = self._built.resolved
         self._scheduler = Scheduler(self.resolved.limits)
         fixed = options.depth != "auto"
-        self._depth: Depth = FixedDepth(int(options.depth)) if fixed else AutoDepth()
-        num_slots = int(options.depth) if fixed else MAX_DEPTH
+        self._depth: Depth = FixedDepth(int(options.depth)) if fixed else AutoDepth(AUTO_DEPTHS)
+        num_slots = int(options.depth) if fixed else max(AUTO_DEPTHS)
         self._executor = LocalExecutor(self._built.device, self._built.runner, self.resolved.limits, num_slots)
         self._inbox: queue.SimpleQueue[Submit | Abort | Close] = queue.SimpleQueue()
         self._subscribers: dict[str, Deliver] = {}
@@ -101,6 +102,11 @@ class Engine:
     def depth(self) -> int:
         """Steps that may be in flight, now."""
         return self._depth.depth
+
+    @property
+    def depth_is_final(self) -> bool:
+        """False while "auto" is still trying."""
+        return self._depth.decided
 
     def make_request(self, prompt: Sequence[int], params: SamplingParams, *, streams: bool = False) -> Request:
         """Check a prompt against model and limits, and give it an id and a seed. Raises InvalidRequest."""
@@ -173,9 +179,8 @@ class Engine:
                 return True
             idle = False
             match message:
-                case Submit(request, deliver):
-                    self._subscribers[request.id] = deliver
-                    self._scheduler.add(request)
+                case Submit():
+                    self._add(message)
                 case Abort(request_id, reason):
                     self._notify(self._scheduler.abort(request_id, reason))
                 case Close():
@@ -183,27 +188,47 @@ class Engine:
                         self._notify(finished)
                     return False
 
+    def _add(self, message: Submit) -> None:
+        try:
+            self._scheduler.add(message.request)
+        except InvalidRequest as error:  # the same request twice
+            _tell(message.deliver, Finished(message.request, "error", error))
+        else:
+            self._subscribers[message.request.id] = message.deliver
+
     def _deliver(self, commit: Commit) -> None:
         for progress in commit.progress:
-            self._subscribers[progress.request.id](progress)
+            if not _tell(self._subscribers[progress.request.id], progress):
+                self._inbox.put(Abort(progress.request.id, "abort"))
         for finished in commit.finished:
             self._notify(finished)
 
     def _notify(self, finished: Finished | None) -> None:
         if finished is not None:
-            self._subscribers.pop(finished.request.id)(finished)
+            _tell(self._subscribers.pop(finished.request.id), finished)
 
     def _die(self, error: BaseException) -> None:
         """Nobody waits for ever: fail what runs, what waits, and what is still in the inbox."""
         with self._lock:
             self._closing = True
             self._error = error
+        closed = EngineClosed(f"the engine died: {error}")
         for finished in self._scheduler.abort_all():
-            self._subscribers.pop(finished.request.id)(Finished(finished.request, "error", error))
+            self._notify(Finished(finished.request, "error", closed))
         while not self._inbox.empty():
             message = self._inbox.get()
             if isinstance(message, Submit):
-                message.deliver(Finished(message.request, "error", error))
+                _tell(message.deliver, Finished(message.request, "error", closed))
+
+
+def _tell(deliver: Deliver, news: Progress | Finished) -> bool:
+    """Call a client's callback; its trouble stays its own."""
+    try:
+        deliver(news)
+    except Exception:
+        log.exception("a callback of request %s raised", news.request.id)
+        return False
+    return True
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, what: str, *, empty: bool = False) -> None:

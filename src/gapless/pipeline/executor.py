@@ -19,7 +19,7 @@ from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device
 from gapless.errors import GaplessError, StepFailed
 from gapless.pipeline.slot import Slot, make_slot
-from gapless.runner.fill import capacity, fill
+from gapless.runner.fill import capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,9 @@ class StepRunner(Protocol):
 
     buffers: Sequence[Buffer]
 
+    def fill(self, plan: Plan, out: IntArray) -> int:
+        """Pack the plan into the host's side of a slot; return how many numbers it took."""
+
     def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         """Run one step on the compute stream."""
 
@@ -65,7 +68,7 @@ class LocalExecutor:
         slot = self._free.popleft()
         device, runner = self._device, self._runner
         device.touch(f"fill {plan.step}", writes=(slot.host_in,))
-        size = fill(plan, slot.host_in.array)
+        size = runner.fill(plan, slot.host_in.array)
 
         def copy_in() -> None:
             slot.device_in.tensor[:size].copy_(slot.host_in.tensor[:size], non_blocking=True)

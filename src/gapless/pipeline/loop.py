@@ -23,6 +23,7 @@ class Depth(Protocol):
     """How many steps may be in flight, now."""
 
     depth: int
+    decided: bool
 
     def observe(self, plan: Plan) -> None:
         """A step was launched."""
@@ -47,7 +48,9 @@ def run_loop(
         if plan is not None:
             in_flight.append(executor.launch(plan))
             depth.observe(plan)
-        if in_flight and (plan is None or len(in_flight) >= depth.depth):
+        assert in_flight or not scheduler.has_requests, "requests are here, and nothing can run"
+        num_due = 1 if plan is None else len(in_flight) - depth.depth + 1
+        for _ in range(min(num_due, len(in_flight))):
             deliver(settle(scheduler, executor, in_flight.popleft()))
 
 

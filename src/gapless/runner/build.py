@@ -5,28 +5,37 @@ Owns the sizing: data types, lengths, and how many blocks fit. Nothing here runs
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 
-from gapless.attention.reference import ReferenceAttention
+from gapless.attention.base import Attention, Rotation
 from gapless.config import EngineOptions, parse_bytes
 from gapless.core.limits import Limits
+from gapless.device import open_device, pick_device
 from gapless.device.base import Device
-from gapless.device.checker import CheckedDevice
-from gapless.device.cpu import CpuDevice
 from gapless.errors import CapacityError, ConfigError
 from gapless.models.config import ModelConfig
+from gapless.models.llama import CausalLM
 from gapless.models.loader import load_config, load_model
 from gapless.models.source import ModelSource
+from gapless.runner.graphs import GraphRunner
 from gapless.runner.kv_store import KVStore, block_bytes
 from gapless.runner.runner import Runner
 
-KV_SHARE = 1 / 3  # of the free memory
-KV_CAP_BYTES = 8 * 2**30  # by default; a user may ask for more
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    """What depends on the kind of device where the user did not say."""
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype | None  # None: that of the model
+    max_batch_tokens: int
+    max_num_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,80 +56,134 @@ class Built:
 
     resolved: Resolved
     device: Device
-    runner: Runner
+    runner: Runner | GraphRunner
 
 
 def resolve(options: EngineOptions, source: ModelSource) -> Resolved:
-    """Decide data types and sizes; raise when they cannot work."""
-    model = load_config(source)
-    dtype = _dtype(options.dtype)
-    kv_dtype = torch.float32  # attention over bfloat16 is many times slower on a CPU
+    """What `build` would use, without loading the weights; their memory is not accounted for."""
+    device = open_device(pick_device(options.device), check=False)
+    try:
+        return _resolve(options, load_config(source), device, dry_run=lambda: None)
+    finally:
+        device.close()
+
+
+def build(options: EngineOptions, source: ModelSource, progress: Progress | None = None) -> Built:
+    """Load the model and lay out its memory. `progress(done, total)` counts weights, then graphs."""
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    config = load_config(source)
+    device = open_device(pick_device(options.device), seed=options.interleave, check=options.check)
+    model = load_model(
+        source,
+        config,
+        dtype=_dtypes(options, device)[0],
+        device=device.torch_device,
+        load_format=options.load_format,
+        seed=options.seed,
+        max_positions=_max_model_len(options, config),
+        progress=progress,
+    )
+    num_rows, num_tokens = _sizes(options, device)
+    resolved = _resolve(options, config, device, partial(_dry_run, model, config, device, num_rows, num_tokens))
+    kv = _kv_store(device, config, resolved)
+    attention = _attention(device, kv, config, resolved.limits)
+    runner = Runner(device, resolved.limits, model, kv, attention)
+    if device.torch_device.type in GRAPH_DEVICES:
+        return Built(resolved, device, GraphRunner(runner, model, attention, resolved.limits, progress))
+    return Built(resolved, device, runner)
+
+
+def _resolve(options: EngineOptions, model: ModelConfig, device: Device, dry_run: Callable[[], None]) -> Resolved:
+    dtype, kv_dtype = _dtypes(options, device)
+    num_rows, max_batch_tokens = _sizes(options, device)
     max_model_len = _max_model_len(options, model)
     size = block_bytes(model.num_layers, options.block_size, model.num_kv_heads, model.head_dim, kv_dtype)
-    wanted = -(-max_model_len // options.block_size) * options.max_num_rows
-    num_blocks = _num_blocks(options, size, wanted)
+    wanted = -(-max_model_len // options.block_size) * num_rows
+    num_blocks = _num_blocks(options, size, wanted, partial(device.kv_budget, dry_run))
     limits = Limits(
-        num_rows=min(options.max_num_rows, options.max_batch_tokens),
+        num_rows=num_rows,
         num_blocks=num_blocks,
         block_size=options.block_size,
-        max_batch_tokens=options.max_batch_tokens,
+        max_batch_tokens=max_batch_tokens,
         max_model_len=max_model_len,
         prefix_cache=options.prefix_cache,
     )
-    return Resolved(model, "cpu", dtype, kv_dtype, num_blocks * size, limits)
+    return Resolved(model, device.torch_device.type, dtype, kv_dtype, num_blocks * size, limits)
 
 
-def build(options: EngineOptions, source: ModelSource, progress: Callable[[int, int], None] | None = None) -> Built:
-    """Load the model and lay out its memory. `progress(done, total)` counts weights."""
-    resolved = resolve(options, source)
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
-    device = _device(options)
-    model = load_model(
-        source,
-        resolved.model,
-        dtype=resolved.dtype,
-        device=device.torch_device,
-        load_format=options.load_format,
-        max_positions=resolved.limits.max_model_len,
-        seed=options.seed,
-        progress=progress,
-    )
-    config, limits = resolved.model, resolved.limits
-    kv = KVStore(
+@torch.inference_mode()
+def _dry_run(model: CausalLM, config: ModelConfig, device: Device, num_rows: int, num_tokens: int) -> None:
+    """The largest step there can be, without attention: what it allocates, no step exceeds by much."""
+    where = device.torch_device
+    ids = torch.zeros(num_tokens, dtype=torch.int64, device=where)
+
+    def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        return heads[:, : config.num_heads].reshape(len(heads), -1)
+
+    hidden = model.forward(ids, ids, attend)
+    logits = model.logits(hidden[:num_rows])
+    logits.float().softmax(dim=1, dtype=torch.float64).cumsum(dim=1)
+
+
+def _kv_store(device: Device, config: ModelConfig, resolved: Resolved) -> KVStore:
+    return KVStore(
         device,
         num_layers=config.num_layers,
-        num_blocks=limits.num_blocks,
-        block_size=limits.block_size,
+        num_blocks=resolved.limits.num_blocks,
+        block_size=resolved.limits.block_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=resolved.kv_dtype,
     )
-    attention = ReferenceAttention(kv.pools, limits.block_size, config.num_heads, config.head_dim**-0.5)
-    return Built(resolved, device, Runner(device, limits, model, kv, attention))
 
 
-def available_memory() -> int:
-    """Bytes that can be had without swapping; half of all memory where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found = next(line for line in lines if line.startswith("MemAvailable"))
-        return int(found.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+def _reference(device: Device, kv: KVStore, config: ModelConfig, limits: Limits) -> Attention:
+    from gapless.attention.reference import ReferenceAttention
+
+    return ReferenceAttention(kv.pools, limits.block_size, config.num_heads, config.head_dim**-0.5)
 
 
-def _device(options: EngineOptions) -> Device:
-    device = CpuDevice(seed=options.interleave)
-    return CheckedDevice(device) if options.check else device
+def _triton(device: Device, kv: KVStore, config: ModelConfig, limits: Limits) -> Attention:
+    from gapless.attention.triton import TritonAttention
+
+    scale = config.head_dim**-0.5
+    return TritonAttention(
+        kv.pools, limits.block_size, config.num_heads, scale, num_rows=limits.num_rows, num_cores=device.num_cores
+    )
 
 
-def _dtype(name: str) -> torch.dtype:
-    if name == "auto":
-        fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return torch.bfloat16 if fast else torch.float32
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+def _attention(device: Device, kv: KVStore, config: ModelConfig, limits: Limits) -> Attention:
+    return ATTENTION[device.torch_device.type](device, kv, config, limits)
+
+
+def _cpu_defaults() -> DeviceDefaults:
+    fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    # attention over bfloat16 is many times slower on a CPU
+    return DeviceDefaults(torch.bfloat16 if fast else torch.float32, torch.float32, 512, 128)
+
+
+def _cuda_defaults() -> DeviceDefaults:
+    return DeviceDefaults(torch.bfloat16, None, 8192, 256)
+
+
+ATTENTION = {"cpu": _reference, "cuda": _triton}
+DEFAULTS = {"cpu": _cpu_defaults, "cuda": _cuda_defaults}
+GRAPH_DEVICES = ("cuda",)
+
+
+def _dtypes(options: EngineOptions, device: Device) -> tuple[torch.dtype, torch.dtype]:
+    """Of the weights and of the KV cache."""
+    defaults = DEFAULTS[device.torch_device.type]()
+    dtype: torch.dtype = defaults.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    return dtype, defaults.kv_dtype or dtype
+
+
+def _sizes(options: EngineOptions, device: Device) -> tuple[int, int]:
+    """Rows and tokens of a step at most; every row must fit into one step."""
+    defaults = DEFAULTS[device.torch_device.type]()
+    tokens = options.max_batch_tokens or defaults.max_batch_tokens
+    return min(options.max_num_rows or defaults.max_num_rows, tokens), tokens
 
 
 def _max_model_len(options: EngineOptions, model: ModelConfig) -> int:
@@ -132,13 +195,10 @@ def _max_model_len(options: EngineOptions, model: ModelConfig) -> int:
     return options.max_model_len
 
 
-def _num_blocks(options: EngineOptions, size: int, wanted: int) -> int:
+def _num_blocks(options: EngineOptions, size: int, wanted: int, budget: Callable[[], int]) -> int:
     if options.num_blocks is not None:
         return options.num_blocks
-    if options.kv_memory is not None:
-        memory = parse_bytes("kv_memory", options.kv_memory)
-    else:
-        memory = min(int(available_memory() * KV_SHARE), KV_CAP_BYTES)
+    memory = budget() if options.kv_memory is None else parse_bytes("kv_memory", options.kv_memory)
     if memory < size:
         raise CapacityError(
             f"the KV cache has {memory} bytes, and one block of {options.block_size} tokens takes {size}; "

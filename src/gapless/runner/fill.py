@@ -3,8 +3,8 @@
 One array is one copy a step. Both sides walk the same list of sections, so neither can get the order wrong. Numbers
 that only steer the launch (sizes, spans) stay in the plan on the host.
 
-    decode_rows | chunk_tokens | chunk_positions | chunk_token_rows | chunk_rows | chunk_ends | sample_tokens
-    | sample_rows | new_blocks (row, index, block) | seats (SEAT_WIDTH numbers each)
+    decode_rows | chunk_tokens | chunk_positions | chunk_token_rows | chunk_rows | chunk_offsets | chunk_starts
+    | chunk_ends | sample_tokens | sample_rows | new_blocks (row, index, block) | seats (SEAT_WIDTH numbers each)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gapless.core.params import MAX_STOP_IDS
 from gapless.core.plan import Plan, Seat
 from gapless.core.request import NO_TOKEN, IntArray
 
-SEAT_WIDTH = 8 + MAX_STOP_IDS  # row, temperature, top_k, top_p, min_p, seed (2), min_total, stop ids
+SEAT_WIDTH = 8 + MAX_STOP_IDS  # row, top_k, min_total, seed (2), temperature, top_p, min_p, stop ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ class Sections:
             tokens,
             chunks,
             chunks,
+            chunks,
+            chunks,
             samples,
             samples,
             3 * self.num_new_blocks,
@@ -71,6 +73,8 @@ class Packed:
     chunk_positions: torch.Tensor  # [num_chunk_tokens]
     chunk_token_rows: torch.Tensor  # [num_chunk_tokens]
     chunk_rows: torch.Tensor  # [num_chunks]
+    chunk_offsets: torch.Tensor  # [num_chunks] its first token among the step's
+    chunk_starts: torch.Tensor  # [num_chunks] its position in the row
     chunk_ends: torch.Tensor  # [num_chunks] the row's length after the step
     sample_tokens: torch.Tensor  # [num_samples] which of the step's tokens is followed by a sample
     sample_rows: torch.Tensor  # [num_samples]
@@ -101,7 +105,7 @@ def fill(plan: Plan, out: IntArray) -> int:
 def unpack(packed: torch.Tensor, sections: Sections) -> Packed:
     """Views of the sections of a packed plan."""
     parts = list(torch.split(packed[: sections.total], list(sections.sizes)))
-    parts[8:] = parts[8].view(-1, 3), parts[9].view(-1, SEAT_WIDTH)
+    parts[10:] = parts[10].view(-1, 3), parts[11].view(-1, SEAT_WIDTH)
     return Packed(*parts)
 
 
@@ -109,10 +113,12 @@ def _chunk_parts(plan: Plan) -> list[IntArray]:
     chunks = plan.chunks
     counts = [len(chunk.tokens) for chunk in chunks]
     rows = np.array([chunk.row for chunk in chunks], np.int32)
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
     ends = np.array([chunk.length for chunk in chunks], np.int32)
     positions = [np.arange(chunk.start, chunk.length, dtype=np.int32) for chunk in chunks]
     tokens = [chunk.tokens for chunk in chunks]
-    return [np.concatenate(tokens), np.concatenate(positions), np.repeat(rows, counts), rows, ends]
+    offsets = plan.num_decodes + np.cumsum([0, *counts[:-1]]).astype(np.int32)
+    return [np.concatenate(tokens), np.concatenate(positions), np.repeat(rows, counts), rows, offsets, starts, ends]
 
 
 def _sample_tokens(plan: Plan) -> IntArray:
@@ -127,8 +133,8 @@ def _sample_tokens(plan: Plan) -> IntArray:
 def _seat(seat: Seat) -> IntArray:
     values = np.full(SEAT_WIDTH, NO_TOKEN, np.int32)
     params = seat.params
-    values[[0, 2, 7]] = seat.row, params.top_k, min(seat.min_total, 2**31 - 1)
-    values.view(np.float32)[[1, 3, 4]] = params.temperature, params.top_p, params.min_p
-    values[5:7] = np.array([seat.seed], np.int64).view(np.int32)
+    values[:3] = seat.row, params.top_k, min(seat.min_total, 2**31 - 1)
+    values[3:5] = np.array([seat.seed], np.int64).view(np.int32)
+    values[5:8].view(np.float32)[:] = params.temperature, params.top_p, params.min_p
     values[8 : 8 + len(seat.stop_ids)] = seat.stop_ids
     return values

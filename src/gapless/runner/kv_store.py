@@ -11,7 +11,10 @@ from gapless.device.base import Buffer, Device
 
 
 class KVStore:
-    """Pools of [num_blocks * block_size, 2 * num_kv_heads, head_dim], k heads before v heads."""
+    """Pools of [(num_blocks + 1) * block_size, 2 * num_kv_heads, head_dim], k heads before v heads.
+
+    The last block is nobody's: rows of padding write there.
+    """
 
     def __init__(
         self,
@@ -24,7 +27,7 @@ class KVStore:
         head_dim: int,
         dtype: torch.dtype,
     ) -> None:
-        shape = (num_layers, num_blocks * block_size, 2 * num_kv_heads, head_dim)
+        shape = (num_layers, (num_blocks + 1) * block_size, 2 * num_kv_heads, head_dim)
         self.buffer: Buffer = device.buffer("kv", shape, dtype)
         self.pools = list(self.buffer.tensor.unbind(0))
         self.block_size = block_size

@@ -13,8 +13,6 @@ from gapless.core.params import MAX_STOP_IDS
 from gapless.device.base import Buffer, Device
 from gapless.runner.fill import Packed
 
-FLOAT_COLUMNS = (1, 3, 4)  # of a seat: temperature, top_p, min_p, as bits
-
 
 class RowStore:
     """Tensors indexed by row. One more row than the scheduler has, for padding."""
@@ -30,6 +28,7 @@ class RowStore:
         self.seed = self._make(device, "seed", (rows,), torch.int64)
         self.min_total = self._make(device, "min_total", (rows,), torch.int64)
         self.stop_ids = self._make(device, "stop_ids", (rows, MAX_STOP_IDS), torch.int64)
+        self.blocks[-1] = limits.num_blocks  # padding has the scratch block for all its positions
         self.buffer = Buffer("rows", self.last_token, host=False)  # stands for all of them
 
     @staticmethod
@@ -45,12 +44,11 @@ class RowStore:
             self.blocks[row, index] = block
 
     def _seat(self, seats: torch.Tensor) -> None:
-        rows = seats[:, 0].long()
-        self.floats[rows] = seats[:, FLOAT_COLUMNS].view(torch.float32)
-        self.top_k[rows] = seats[:, 2].long()
-        low, high = seats[:, 5:7].long().unbind(1)
+        rows, top_k, min_total, low, high = seats[:, :5].long().unbind(1)
+        self.top_k[rows] = top_k
+        self.min_total[rows] = min_total
         self.seed[rows] = (high << 32) | (low & 0xFFFFFFFF)
-        self.min_total[rows] = seats[:, 7].long()
+        self.floats[rows] = seats[:, 5:8].view(torch.float32)
         self.stop_ids[rows] = seats[:, 8:].long()
 
     def advance(self, packed: Packed, tokens: torch.Tensor) -> None:

@@ -13,8 +13,9 @@ import torch
 from gapless.attention.base import Attend, Attention, AttentionBatch, Span
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan
+from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device
-from gapless.runner.fill import Packed, Sections, unpack
+from gapless.runner.fill import Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
 from gapless.runner.row_store import RowStore
 from gapless.runner.sampler import sample
@@ -27,7 +28,7 @@ class Model(Protocol):
         """Hidden states [n, hidden_size]."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [m, vocab_size], float32."""
+        """Logits [m, vocab_size]."""
 
 
 class Runner:
@@ -39,6 +40,10 @@ class Runner:
         self._attention = attention
         self.rows = RowStore(device, limits)
         self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
+
+    def fill(self, plan: Plan, out: IntArray) -> int:
+        """Pack the plan; return how many numbers it took."""
+        return fill(plan, out)
 
     @torch.inference_mode()
     def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
@@ -67,10 +72,14 @@ class Runner:
         slots = blocks[token_rows, positions // self._block_size] * self._block_size + positions % self._block_size
         return AttentionBatch(
             slots=slots,
-            decode_tables=blocks[token_rows[: plan.num_decodes]],
+            blocks=blocks,
+            decode_rows=token_rows[: plan.num_decodes],
             decode_lengths=positions[: plan.num_decodes] + 1,
             max_decode_length=plan.max_decode_length,
-            chunk_tables=blocks[packed.chunk_rows.long()],
+            chunk_rows=packed.chunk_rows,
+            chunk_offsets=packed.chunk_offsets,
+            chunk_starts=packed.chunk_starts,
+            chunk_ends=packed.chunk_ends,
             chunks=spans(plan),
         )
 
@@ -79,7 +88,15 @@ class Runner:
             return torch.empty(0, dtype=torch.int64, device=hidden.device)
         chosen = packed.sample_tokens.long()
         logits = self._model.logits(hidden[chosen])
-        return sample(logits, packed.sample_rows.long(), positions[chosen] + 1, self.rows, plan)
+        return sample(
+            logits,
+            packed.sample_rows.long(),
+            positions[chosen] + 1,
+            self.rows,
+            random=plan.any_random,
+            filtered=plan.any_filtered,
+            min_tokens=plan.any_min_tokens,
+        )
 
 
 def spans(plan: Plan) -> tuple[Span, ...]:

@@ -8,23 +8,34 @@ from __future__ import annotations
 
 import torch
 
-from gapless.core.plan import Plan
 from gapless.runner.row_store import RowStore
 
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's constants, as signed numbers
 
 
-def sample(logits: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, store: RowStore, plan: Plan) -> torch.Tensor:
-    """Tokens [n] int64 for logits [n, vocab] float32; `places` [n] is the position that each token will have."""
-    if plan.any_min_tokens:
+def sample(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    places: torch.Tensor,
+    store: RowStore,
+    *,
+    random: bool = False,
+    filtered: bool = False,
+    min_tokens: bool = False,
+) -> torch.Tensor:
+    """Tokens [n] int64 for logits [n, vocab]; `places` [n] is the position that each token will have.
+
+    The flags say what any of the rows needs; a row that does not need it is not changed by it.
+    """
+    if min_tokens:
         logits = forbid_stops(logits, store.stop_ids[rows], places + 1 < store.min_total[rows])
     greedy = logits.argmax(dim=-1)
-    if not plan.any_random:
+    if not random:
         return greedy
     temperature, top_p, min_p = store.floats[rows].unbind(1)
     warm = temperature > 0
-    scaled = logits / torch.where(warm, temperature, 1.0)[:, None]
-    if plan.any_filtered:
+    scaled = logits.float() / torch.where(warm, temperature, 1.0)[:, None]
+    if filtered:
         floor = lowest_kept(scaled, store.top_k[rows], top_p, min_p)
         scaled = scaled.masked_fill(scaled < floor[:, None], -torch.inf)
     drawn = draw(scaled, uniform(store.seed[rows], places))

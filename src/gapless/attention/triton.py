@@ -1,0 +1,269 @@
+"""Paged attention in Triton, for NVIDIA GPUs; runs under Triton's interpreter too, where tests compare it.
+
+Three kernels: `_rotate_and_store` (norm, rope and KV write in one), `_decode` (one token a row, split over the keys,
+grouped query heads packed into one tile, the last split to finish adds up the parts) and `_prefill` (chunks).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from gapless.attention.base import Attend, AttentionBatch, Rotation
+
+HEADS_A_PROGRAM = 8  # of the rotation kernel
+MAX_SPLITS = 64
+PROGRAMS_A_CORE = 8  # at most, when keys are split
+MIN_GROUP = 16  # rows of a tile that the matrix units take
+
+
+@triton.jit
+def _rotate_and_store(
+    heads, cos_sin, norm, pool, slots, q_out, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """A few heads of one token: queries go to q_out, keys and values to the token's slot in the pool."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    dim = tl.arange(0, BLOCK_D)
+    total: tl.constexpr = NUM_HEADS + 2 * NUM_KV
+    valid = (head < total)[:, None] & (dim < HEAD_DIM)[None, :]
+    rotated = head < NUM_HEADS + NUM_KV
+    partner = (dim + HEAD_DIM // 2) % HEAD_DIM
+    base = heads + (token * total + head[:, None]) * HEAD_DIM
+    x = tl.load(base + dim[None, :], mask=valid, other=0.0).to(tl.float32)
+    y = tl.load(base + partner[None, :], mask=valid, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        weighted = valid & rotated[:, None]
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        row = norm + head[:, None] * HEAD_DIM
+        nx = x * scale * tl.load(row + dim[None, :], mask=weighted, other=0.0).to(tl.float32)
+        ny = y * scale * tl.load(row + partner[None, :], mask=weighted, other=0.0).to(tl.float32)
+    else:
+        nx, ny = x, y
+    cos = tl.load(cos_sin + token * 2 * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+    sin = tl.load(cos_sin + token * 2 * HEAD_DIM + HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+    out = tl.where(rotated[:, None], nx * cos[None, :] + ny * sin[None, :], x)
+    is_query = (head < NUM_HEADS)[:, None]
+    q_at = q_out + (token * NUM_HEADS + head[:, None]) * HEAD_DIM + dim[None, :]
+    tl.store(q_at, out.to(q_out.dtype.element_ty), mask=valid & is_query)
+    slot = tl.load(slots + token)
+    kv_at = pool + (slot * 2 * NUM_KV + head[:, None] - NUM_HEADS) * HEAD_DIM + dim[None, :]
+    tl.store(kv_at, out.to(pool.dtype.element_ty), mask=valid & (head >= NUM_HEADS)[:, None])
+
+
+@triton.jit
+def _decode(
+    q, pool, blocks, rows, lengths, out, parts, stats, counters, scale, table_stride,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All query heads of one KV head of one row, over one part of the row's keys."""
+    i = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths + i)
+    table = blocks + tl.load(rows + i) * table_stride
+    share = tl.cdiv(tl.cdiv(length, NUM_SPLITS), BLOCK_N) * BLOCK_N
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+
+    group = tl.arange(0, BLOCK_G)
+    dim = tl.arange(0, BLOCK_D)
+    step = tl.arange(0, BLOCK_N)
+    head_mask = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + group
+    at = (i * NUM_KV * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
+    query = tl.load(q + at, mask=head_mask, other=0.0)
+
+    top = tl.full([BLOCK_G], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        place = start + step
+        seen = place < end
+        slot = tl.load(table + place // BLOCK_SIZE, mask=seen, other=0) * BLOCK_SIZE + place % BLOCK_SIZE
+        base = pool + (slot[:, None] * 2 * NUM_KV + kv_head) * HEAD_DIM + dim[None, :]
+        kv_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
+        k = tl.load(base, mask=kv_mask, other=0.0)
+        v = tl.load(base + NUM_KV * HEAD_DIM, mask=kv_mask, other=0.0)
+        scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        fade = tl.exp2(top - new_top)
+        weight = tl.exp2(scores - new_top[:, None])
+        total = total * fade + tl.sum(weight, axis=1)
+        acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+        top = new_top
+
+    if NUM_SPLITS == 1:
+        tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=head_mask)
+    else:
+        cell = (i * NUM_KV + kv_head) * NUM_SPLITS
+        part_at = (cell + split) * GROUP * HEAD_DIM + group[:, None] * HEAD_DIM + dim[None, :]
+        stat_at = (cell + split) * 2 * GROUP + group
+        tl.store(parts + part_at, acc, mask=head_mask)
+        tl.store(stats + stat_at, top, mask=group < GROUP)
+        tl.store(stats + stat_at + GROUP, total, mask=group < GROUP)
+        tl.debug_barrier()  # every thread's part is written before the count says so
+        num_done = tl.atomic_add(counters + i * NUM_KV + kv_head, 1, sem="acq_rel", scope="gpu")
+        if num_done == NUM_SPLITS - 1:
+            tl.store(counters + i * NUM_KV + kv_head, 0)  # ready for the next layer
+            top = tl.full([BLOCK_G], -float("inf"), tl.float32)
+            total = tl.zeros([BLOCK_G], tl.float32)
+            acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+            for other in range(NUM_SPLITS):
+                part_at = (cell + other) * GROUP * HEAD_DIM + group[:, None] * HEAD_DIM + dim[None, :]
+                stat_at = (cell + other) * 2 * GROUP + group
+                part = tl.load(parts + part_at, mask=head_mask, other=0.0, cache_modifier=".cg")
+                part_top = tl.load(stats + stat_at, mask=group < GROUP, other=-float("inf"), cache_modifier=".cg")
+                part_total = tl.load(stats + stat_at + GROUP, mask=group < GROUP, other=0.0, cache_modifier=".cg")
+                new_top = tl.maximum(top, part_top)
+                safe_top = tl.where(new_top == -float("inf"), 0.0, new_top)
+                fade = tl.exp2(top - safe_top)
+                part_fade = tl.exp2(part_top - safe_top)
+                total = total * fade + part_total * part_fade
+                acc = acc * fade[:, None] + part * part_fade[:, None]
+                top = new_top
+            tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=head_mask)
+
+
+@triton.jit
+def _prefill(
+    q, pool, blocks, rows, offsets, starts, ends, out, scale, table_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One query head of a tile of one chunk's tokens, over all keys of its row up to each token."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    chunk = tl.program_id(2)
+    start = tl.load(starts + chunk)
+    count = tl.load(ends + chunk) - start
+    if tile * BLOCK_M < count:
+        offset = tl.load(offsets + chunk).to(tl.int64)
+        table = blocks + tl.load(rows + chunk).to(tl.int64) * table_stride
+        kv_head = head // (NUM_HEADS // NUM_KV)
+        member = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        dim = tl.arange(0, BLOCK_D)
+        step = tl.arange(0, BLOCK_N)
+        mask = (member < count)[:, None] & (dim < HEAD_DIM)[None, :]
+        at = ((offset + member[:, None]) * NUM_HEADS + head) * HEAD_DIM + dim[None, :]
+        query = tl.load(q + at, mask=mask, other=0.0)
+        place = start + member
+        last = start + tl.minimum(tile * BLOCK_M + BLOCK_M, count)
+
+        top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for begin in range(0, last, BLOCK_N):
+            key = begin + step
+            seen = key < last
+            slot = tl.load(table + key // BLOCK_SIZE, mask=seen, other=0) * BLOCK_SIZE + key % BLOCK_SIZE
+            base = pool + (slot[:, None] * 2 * NUM_KV + kv_head) * HEAD_DIM + dim[None, :]
+            kv_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
+            k = tl.load(base, mask=kv_mask, other=0.0)
+            v = tl.load(base + NUM_KV * HEAD_DIM, mask=kv_mask, other=0.0)
+            scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
+            scores = tl.where(key[None, :] <= place[:, None], scores, -float("inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            fade = tl.exp2(top - new_top)
+            weight = tl.exp2(scores - new_top[:, None])
+            total = total * fade + tl.sum(weight, axis=1)
+            acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+            top = new_top
+        tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+class TritonAttention:
+    """Attention over `pools`, one for each layer: [num_slots, 2 * num_kv_heads, head_dim], k heads before v heads."""
+
+    def __init__(
+        self, pools: list[torch.Tensor], block_size: int, num_heads: int, scale: float, num_rows: int, num_cores: int
+    ) -> None:
+        self._pools = pools
+        self._block_size = block_size
+        self._num_heads = num_heads
+        self._num_kv_heads = pools[0].shape[1] // 2
+        self._head_dim = pools[0].shape[2]
+        self._scale = scale * 1.4426950408889634  # the kernels use powers of two
+        self._num_cores = num_cores
+        self._precision = "ieee" if pools[0].dtype == torch.float32 else "tf32"
+        self._scratch = self._make_scratch(num_rows)
+
+    def _make_scratch(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Parts, their statistics, and counters of finished parts; the compute stream alone touches them."""
+        device = self._pools[0].device
+        num_parts = PROGRAMS_A_CORE * self._num_cores
+        group = self._num_heads // self._num_kv_heads
+        parts = torch.empty(num_parts * group * self._head_dim, dtype=torch.float32, device=device)
+        stats = torch.empty(num_parts * group * 2, dtype=torch.float32, device=device)
+        counters = torch.zeros(num_rows * self._num_kv_heads, dtype=torch.int32, device=device)
+        return parts, stats, counters
+
+    def num_splits(self, num_rows: int) -> int:
+        """Parts to cut each row's keys into, so that every core has work a few times over."""
+        programs = num_rows * self._num_kv_heads
+        splits = 1
+        while splits < MAX_SPLITS and programs * splits * 2 <= PROGRAMS_A_CORE * self._num_cores:
+            splits *= 2
+        return splits
+
+    def begin(self, batch: AttentionBatch) -> Attend:
+        def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+            pool = self._pools[layer]
+            q = self._store(heads, rotation, pool, batch.slots)
+            out = torch.empty_like(q)
+            if batch.num_decodes:
+                self._attend_decodes(pool, q, out, batch)
+            if batch.chunks:
+                self._attend_chunks(pool, q, out, batch)
+            return out.view(len(q), -1)
+
+        return attend
+
+    def _store(self, heads: torch.Tensor, rotation: Rotation, pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        num_tokens, total, head_dim = heads.shape
+        q = torch.empty(num_tokens, self._num_heads, head_dim, dtype=heads.dtype, device=heads.device)
+        norm = rotation.norm_weight
+        _rotate_and_store[(num_tokens, triton.cdiv(total, HEADS_A_PROGRAM))](
+            heads, rotation.cos_sin, heads if norm is None else norm, pool, slots, q, rotation.eps,
+            NUM_HEADS=self._num_heads, NUM_KV=self._num_kv_heads, HEAD_DIM=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_H=HEADS_A_PROGRAM, HAS_NORM=norm is not None,
+            num_warps=2,
+        )  # fmt: skip
+        return q
+
+    def _attend_decodes(self, pool: torch.Tensor, q: torch.Tensor, out: torch.Tensor, batch: AttentionBatch) -> None:
+        group = self._num_heads // self._num_kv_heads
+        splits = self.num_splits(batch.num_decodes)
+        parts, stats, counters = self._scratch
+        _decode[(batch.num_decodes, self._num_kv_heads, splits)](
+            q, pool, batch.blocks, batch.decode_rows, batch.decode_lengths, out, parts, stats, counters,
+            self._scale, batch.blocks.stride(0),
+            NUM_KV=self._num_kv_heads, GROUP=group, BLOCK_G=max(MIN_GROUP, triton.next_power_of_2(group)),
+            BLOCK_SIZE=self._block_size, BLOCK_N=64, NUM_SPLITS=splits, num_warps=4, num_stages=3,
+            **self._shape(),
+        )  # fmt: skip
+
+    def _attend_chunks(self, pool: torch.Tensor, q: torch.Tensor, out: torch.Tensor, batch: AttentionBatch) -> None:
+        longest = max(span.count for span in batch.chunks)
+        block_m = 64
+        _prefill[(triton.cdiv(longest, block_m), self._num_heads, len(batch.chunks))](
+            q, pool, batch.blocks, batch.chunk_rows, batch.chunk_offsets, batch.chunk_starts, batch.chunk_ends, out,
+            self._scale, batch.blocks.stride(0),
+            NUM_HEADS=self._num_heads, NUM_KV=self._num_kv_heads,
+            BLOCK_SIZE=self._block_size, BLOCK_M=block_m, BLOCK_N=64, num_warps=4, num_stages=2,
+            **self._shape(),
+        )  # fmt: skip
+
+    def _shape(self) -> dict[str, Any]:
+        return {
+            "HEAD_DIM": self._head_dim,
+            "BLOCK_D": max(16, triton.next_power_of_2(self._head_dim)),
+            "PRECISION": self._precision,
+        }

@@ -1,0 +1,105 @@
+"""The Triton kernels, under the interpreter where there is no GPU, against the reference."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+pytest.importorskip("triton")
+
+from gapless.attention.base import AttentionBatch, Span
+from gapless.attention.reference import ReferenceAttention
+from gapless.attention.triton import TritonAttention
+from gapless.models.rope import Rotation
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCK_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    decode_lengths: tuple[int, ...]  # of rows 0, 1, ...
+    chunks: tuple[tuple[int, int], ...]  # (start, count) of the rows after them
+    norm: bool = False
+    num_cores: int = 4  # decides how often keys are split
+
+
+SHAPES = [
+    Shape(4, 2, 16, (1, 7, 33), ()),
+    Shape(4, 2, 16, (130, 5), (), num_cores=32),
+    Shape(8, 1, 32, (9,), ((0, 5), (6, 9))),
+    Shape(6, 6, 24, (), ((0, 70), (3, 1))),
+    Shape(4, 2, 20, (70, 3), ((65, 66),), norm=True, num_cores=64),
+    Shape(2, 2, 16, (257,), (), norm=True, num_cores=512),
+]
+
+
+def make_batch(shape: Shape, generator: torch.Generator) -> tuple[AttentionBatch, int]:
+    ends = [*shape.decode_lengths, *(start + count for start, count in shape.chunks)]
+    max_blocks = -(-max(ends) // BLOCK_SIZE)
+    shuffled = torch.randperm(len(ends) * max_blocks, generator=generator)
+    blocks = shuffled.view(len(ends), max_blocks).to(DEVICE)
+    num_decodes = len(shape.decode_lengths)
+    places = [(row, length - 1) for row, length in enumerate(shape.decode_lengths)]
+    spans = []
+    for i, (start, count) in enumerate(shape.chunks):
+        spans.append(Span(len(places), start, count))
+        places += [(num_decodes + i, p) for p in range(start, start + count)]
+    rows, positions = (torch.tensor(x, device=DEVICE) for x in zip(*places, strict=True))
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    batch = AttentionBatch(
+        slots=blocks[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        blocks=blocks,
+        decode_rows=torch.arange(num_decodes, device=DEVICE),
+        decode_lengths=torch.tensor(shape.decode_lengths, dtype=torch.int64, device=DEVICE),
+        max_decode_length=max(shape.decode_lengths, default=0),
+        chunk_rows=ints([num_decodes + i for i in range(len(spans))]),
+        chunk_offsets=ints([span.offset for span in spans]),
+        chunk_starts=ints([span.start for span in spans]),
+        chunk_ends=ints([span.length for span in spans]),
+        chunks=tuple(spans),
+    )
+    return batch, len(ends) * max_blocks * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_reference(shape: Shape) -> None:
+    generator = torch.Generator().manual_seed(len(shape.decode_lengths) * 31 + shape.head_dim)
+    batch, num_slots = make_batch(shape, generator)
+    num_tokens = len(batch.slots)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(DEVICE)
+
+    pool = draw(num_slots, 2 * shape.num_kv_heads, shape.head_dim)
+    heads = draw(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+    weight = draw(shape.num_heads + shape.num_kv_heads, shape.head_dim) if shape.norm else None
+    rotation = Rotation(draw(num_tokens, 2, shape.head_dim), weight, 1e-5)
+    scale = shape.head_dim**-0.5
+    pools = [pool.clone(), pool.clone()]
+    expected = ReferenceAttention(pools[:1], BLOCK_SIZE, shape.num_heads, scale).begin(batch)(0, heads, rotation)
+    triton = TritonAttention(pools[1:], BLOCK_SIZE, shape.num_heads, scale, len(batch.blocks), shape.num_cores)
+    attend = triton.begin(batch)
+    for _ in range(2):  # the second time finds the counters as the first left them
+        found = attend(0, heads, rotation)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(pools[1], pools[0], atol=1e-5, rtol=1e-5)
+
+
+def test_splits_follow_the_number_of_rows() -> None:
+    pools = [torch.zeros(4, 16, 8, device=DEVICE)]
+    triton = TritonAttention(pools, BLOCK_SIZE, 8, 1.0, num_rows=256, num_cores=132)
+    assert triton.num_splits(1) == 64
+    assert triton.num_splits(32) == 4
+    assert triton.num_splits(256) == 1

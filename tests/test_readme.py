@@ -1,0 +1,73 @@
+"""The README keeps its word: short, its Python runs, its commands parse, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from gapless.cli import build_parser
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAX_LINES = 120
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(program: str) -> list[list[str]]:
+    """Arguments of every call of a program in the shell blocks."""
+    calls = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
+    return [call[1:] for call in calls if call and call[0] == program]
+
+
+def test_is_short() -> None:
+    assert len(README.splitlines()) <= MAX_LINES
+
+
+def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (source,) = blocks("python")
+    exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+    assert "Paris" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", commands("gapless"), ids=" ".join)
+def test_command_parses(arguments: list[str]) -> None:
+    assert callable(build_parser().parse_args(arguments).handler)
+
+
+def test_every_command_is_shown() -> None:
+    shown = {call[0] for call in commands("gapless")}
+    assert shown == {"run", "generate", "info", "bench"}
+    assert {call[1] for call in commands("gapless") if call[0] == "bench"} == {"host", "offline"}
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert [call[0] for call in commands("make")] == ["run", "test"]
+    for call in commands("make"):
+        assert re.search(rf"^{call[0]}:", makefile, flags=re.MULTILINE)
+
+
+def test_prompt_lines_are_valid() -> None:
+    from gapless.batch_file import Line, read_lines
+    from gapless.core.params import SamplingParams
+
+    lines = [line for block in blocks("json") for line in read_lines(block)]
+    assert lines
+    for line in lines:
+        assert isinstance(line, Line), line
+        SamplingParams.from_dict(line.params)
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))])
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if "://" not in target:
+            assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
