@@ -41,9 +41,7 @@ class EngineOptions:
     depth: int | Literal["auto"] = _option("auto", "steps in flight: 1 is synchronous, 2 a double buffer; auto tries")
     block_size: int = _option(16, "tokens in a block of the KV cache")
     num_blocks: int | None = _option(None, "blocks in the KV cache; default: what kv_memory holds")
-    kv_memory: int | str | None = _option(
-        None, "memory of the KV cache, such as 2GiB (CPU: a third of the free, at most 8GiB)"
-    )
+    kv_memory: int | str | None = _option(None, "memory of the KV cache, such as 2GiB; default: part of the free")
     max_batch_tokens: int | None = _option(None, "tokens in a step at most (512 on CPU, 8192 on GPU)")
     max_num_rows: int | None = _option(None, "requests that run at the same time at most (128 on CPU, 256 on GPU)")
     max_model_len: int | None = _option(None, "prompt and output of a request together at most; default: the model's")

@@ -100,6 +100,6 @@ def test_equals_reference(shape: Shape) -> None:
 def test_splits_follow_the_number_of_rows() -> None:
     pools = [torch.zeros(4, 16, 8, device=DEVICE)]
     triton = TritonAttention(pools, BLOCK_SIZE, 8, 1.0, num_rows=256, num_cores=132)
-    assert triton.num_splits(1) == 64
-    assert triton.num_splits(32) == 4
+    assert triton.num_splits(1) == 16
+    assert triton.num_splits(32) == 2
     assert triton.num_splits(256) == 1

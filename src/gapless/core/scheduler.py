@@ -39,6 +39,7 @@ class Scheduler:
         self._num_arrived = 0
         self._new_blocks: list[tuple[int, int, int]] = []  # of the plan in the making
         self._preempted: set[int] = set()  # rows lost while the plan was made
+        self._last_purged_step = 0  # the last one planned when a failure threw all KV away
 
     # -- who is here ---------------------------------------------------------------------------------------------
 
@@ -251,8 +252,13 @@ class Scheduler:
     def fail(self, plan: Plan, error: BaseException) -> Commit:
         """Settle a step that raised: end its requests, and compute all others again from their facts.
 
-        The step may have left any block it was to fill unwritten, and others may share those blocks.
+        The step may have left any block it was to fill unwritten, and others may share those blocks. One that was
+        planned before an earlier failure was settled wrote nothing that anybody still has: it costs nobody anything,
+        or else those who start again would never see a step of their own come back while all steps fail.
         """
+        if plan.step <= self._last_purged_step:
+            return Commit(0, (), ())
+        self._last_purged_step = self.counters.num_steps
         planned = {(chunk.row, chunk.epoch) for chunk in plan.chunks}
         planned.update(zip(plan.sample_rows.tolist(), plan.sample_epochs.tolist(), strict=True))
         seated = [request for request in self._requests.values() if request.row >= 0]

@@ -23,6 +23,23 @@ def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _add_rms_norm(x, addend, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """x += addend, in place; out = the norm of the sum."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < SIZE
+    at = token * SIZE + column
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(addend + at, mask=mask, other=0.0).to(tl.float32)
+    kept = value.to(x.dtype.element_ty)
+    tl.store(x + at, kept, mask=mask)
+    value = kept.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
+    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, (value * scale * gain).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _silu_mul(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -32,11 +49,15 @@ def _silu_mul(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + token * SIZE + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [n, size] over its root mean square, times weight [size]."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, addend: torch.Tensor | None = None) -> torch.Tensor:
+    """x [n, size] over its root mean square, times weight [size]; the addend is first added to x, in place."""
     out = torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
-    _rms_norm[(len(x),)](x, weight, out, eps, SIZE=x.shape[1], BLOCK=block, num_warps=min(16, max(4, block // 512)))
+    shape = {"SIZE": x.shape[1], "BLOCK": block, "num_warps": min(16, max(4, block // 512))}
+    if addend is None:
+        _rms_norm[(len(x),)](x, weight, out, eps, **shape)
+    else:
+        _add_rms_norm[(len(x),)](x, addend, weight, out, eps, **shape)
     return out
 
 

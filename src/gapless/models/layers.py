@@ -1,54 +1,114 @@
-"""The small parts between the products: normalization and token embedding.
+"""The parts of a decoder layer, each a product with what stands around it: norm before, gate or residual after.
 
-Owns their weights. Few torch operations each, for on a CPU with small tensors the number of operations is the cost.
+Owns the choice of implementation, by device and dtype, and the plain one that runs anywhere. Few torch operations each,
+for on a CPU with small tensors the number of operations is the cost.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
-class Norm(Protocol):
-    def __call__(self, x: Tensor) -> Tensor: ...  # [n, hidden_size] -> [n, hidden_size]
+from gapless.models.linear import GatedLinear, Linear, make_gated, make_linear
 
 
-def make_norm(weight: Tensor, eps: float) -> Norm:
-    return _NORMS.get(weight.device.type, RMSNorm)(weight, eps)
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """The residual stream [n, hidden_size]."""
+
+    values: Tensor
+    addend: Tensor | None = None  # the next norm adds it to the values, in place, as it reads them anyway
+    num_squares: int = 0  # sums of squares that the last kernel left for the next norm; 0: none
 
 
-class RMSNorm:
-    __slots__ = ("eps", "shape", "weight")
+class Layers(Protocol):
+    """Makes the parts. Weights are [out, in], biases [out] or None; a norm is its weight [in] and its epsilon."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps, self.shape = weight, eps, tuple(weight.shape)
+    def embed(self, table: Tensor) -> Callable[[Tensor], Hidden]:
+        """Token ids [n] -> their rows of the table."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+    def norm(self, norm: Norm) -> Callable[[Hidden], Tensor]:
+        """The stream, normalized."""
 
+    def norm_linear(self, norm: Norm, weight: Tensor, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
+        """The normalized stream's product."""
 
-class FusedRMSNorm:
-    """One kernel."""
+    def norm_gated(self, norm: Norm, gate: Gate) -> Callable[[Hidden], Tensor]:
+        """silu(gate) * up of the normalized stream."""
 
-    __slots__ = ("eps", "kernel", "weight")
+    def add_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Hidden], Hidden]:
+        """The product of the first, added to the stream, whose old values are no longer used."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        from gapless.models.fused import rms_norm  # needs Triton, which only GPU installations have
-
-        self.weight, self.eps, self.kernel = weight, eps, rms_norm
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.kernel(x, self.weight, self.eps)
+    def linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        """A product alone."""
 
 
-class Embedding:
-    __slots__ = ("table",)
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A root-mean-square norm."""
 
-    def __init__(self, table: Tensor) -> None:
-        self.table = table  # [vocab_size, hidden_size]
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.table)
+    weight: Tensor
+    eps: float
 
 
-_NORMS: dict[str, type[FusedRMSNorm]] = {"cuda": FusedRMSNorm}
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The two products of a gated layer."""
+
+    gate: Tensor
+    up: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+
+
+def layers_for(device: torch.device, dtype: torch.dtype) -> Layers:
+    """The implementation for this device and dtype."""
+    if device.type == "cuda":
+        from gapless.models.skinny_layers import SkinnyLayers  # needs Triton, which only GPU installations have
+
+        return SkinnyLayers(device, fused=dtype != torch.float32)
+    return PlainLayers()
+
+
+class PlainLayers:
+    """Products from `linear`, prepacked where that pays; norms from torch."""
+
+    def embed(self, table: Tensor) -> Callable[[Tensor], Hidden]:
+        return lambda token_ids: Hidden(F.embedding(token_ids, table))
+
+    def norm(self, norm: Norm) -> Callable[[Hidden], Tensor]:
+        return lambda hidden: rms_norm(hidden.values, norm)
+
+    def norm_linear(self, norm: Norm, weight: Tensor, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
+        return PlainNormed(norm, make_linear(weight, bias))
+
+    def norm_gated(self, norm: Norm, gate: Gate) -> Callable[[Hidden], Tensor]:
+        return PlainNormed(norm, make_gated(gate.gate, gate.up, gate.gate_bias, gate.up_bias))
+
+    def add_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Hidden], Hidden]:
+        product = make_linear(weight, bias)
+        return lambda x, hidden: Hidden(product.add(x, hidden.values))
+
+    def linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        return make_linear(weight)
+
+
+class PlainNormed:
+    """A norm, then a product."""
+
+    __slots__ = ("norm", "product")
+
+    def __init__(self, norm: Norm, product: Linear | GatedLinear) -> None:
+        self.norm, self.product = norm, product
+
+    def __call__(self, hidden: Hidden) -> Tensor:
+        return self.product(rms_norm(hidden.values, self.norm))
+
+
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)

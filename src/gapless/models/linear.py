@@ -16,7 +16,7 @@ _PACK_ROWS = 16  # only a hint: with it, 1 row and 2048 rows are as fast as when
 class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...  # [n, in] -> [n, out]
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor: ...  # [n, in], [n, out] -> [n, out]; may reuse residual
+    def add(self, x: Tensor, residual: Tensor) -> Tensor: ...  # [n, in], [n, out] -> [n, out], a new tensor
 
 
 class GatedLinear(Protocol):
@@ -90,32 +90,6 @@ class PackedGated:
         return gated
 
 
-class CudaLinear(PlainLinear):
-    """cuBLAS; the residual is the product's own accumulator, so that adding it is no kernel of its own."""
-
-    __slots__ = ()
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        if self.bias is not None:
-            return super().add(x, residual)
-        return residual.addmm_(x, self.weight.t())
-
-
-class CudaGated(PlainGated):
-    """gate and up as one product, then one kernel."""
-
-    __slots__ = ("kernel",)
-
-    def __init__(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> None:
-        from gapless.models.fused import silu_mul  # needs Triton, which only GPU installations have
-
-        super().__init__(gate, up, gate_bias, up_bias)
-        self.kernel = silu_mul
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.kernel(self.both(x))
-
-
 def _key(weight: Tensor) -> tuple[str, torch.dtype]:
     return weight.device.type, weight.dtype
 
@@ -127,15 +101,8 @@ def _packable_dtypes() -> list[torch.dtype]:
 
 
 _PACKABLE = [("cpu", dtype) for dtype in _packable_dtypes()]
-_ON_CUDA = [("cuda", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-_LINEARS: dict[tuple[str, torch.dtype], type[PackedLinear | CudaLinear]] = {
-    **dict.fromkeys(_PACKABLE, PackedLinear),
-    **dict.fromkeys(_ON_CUDA, CudaLinear),
-}
-_GATED: dict[tuple[str, torch.dtype], type[PackedGated | CudaGated]] = {
-    **dict.fromkeys(_PACKABLE, PackedGated),
-    **dict.fromkeys(_ON_CUDA, CudaGated),
-}
+_LINEARS: dict[tuple[str, torch.dtype], type[PackedLinear]] = dict.fromkeys(_PACKABLE, PackedLinear)
+_GATED: dict[tuple[str, torch.dtype], type[PackedGated]] = dict.fromkeys(_PACKABLE, PackedGated)
 if _PACKABLE:
     # The overloads, looked up once: picking one among them by argument costs microseconds a call.
     _product = torch.ops.mkldnn._linear_pointwise.default

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from gapless.models.config import ModelConfig
-from gapless.models.layers import Embedding, make_norm
-from gapless.models.linear import Linear, make_gated, make_linear
+from gapless.models.layers import Gate, Hidden, Layers, Norm, layers_for
 from gapless.models.rope import RotaryTable, Rotation
 
 # attend(layer, heads, rotation) rotates q and k, stores k and v, and returns attention [n, num_heads * head_dim].
@@ -30,11 +29,12 @@ class CausalLM:
     def __init__(self, config: ModelConfig, read: ReadWeight, max_positions: int | None = None) -> None:
         """max_positions: how many positions the rope table holds, all of the config's unless given."""
         self.config = config
-        self.embed = Embedding(read(_EMBEDDING))
-        table = self.embed.table
-        self.layers = [DecoderLayer(config, index, read) for index in range(config.num_layers)]
-        self.norm = make_norm(read(_NORM), config.rms_norm_eps)
-        self.head = make_linear(table if config.tie_embeddings else read(_HEAD))
+        table = read(_EMBEDDING)
+        make = layers_for(table.device, table.dtype)
+        self.embed = make.embed(table)
+        self.layers = [DecoderLayer(config, index, read, make) for index in range(config.num_layers)]
+        self.norm = make.norm(Norm(read(_NORM), config.rms_norm_eps))
+        self.head = make.linear(table if config.tie_embeddings else read(_HEAD))
         num_positions = max_positions or config.max_position_embeddings
         self.rotary = RotaryTable(config.rope, config.head_dim, num_positions, table.dtype, table.device)
 
@@ -52,53 +52,39 @@ class CausalLM:
 
 
 class DecoderLayer:
-    __slots__ = (
-        "attention_norm",
-        "down",
-        "eps",
-        "gate_up",
-        "head_norm",
-        "index",
-        "mlp_norm",
-        "out",
-        "qkv",
-        "view",
-    )
+    """Attention, then the gated product, each added to the stream."""
 
-    def __init__(self, config: ModelConfig, index: int, read: ReadWeight) -> None:
+    __slots__ = ("down", "eps", "gate_up", "head_norm", "index", "out", "qkv", "view")
+
+    def __init__(self, config: ModelConfig, index: int, read: ReadWeight, make: Layers) -> None:
         prefix = f"model.layers.{index}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         self.index, self.eps = index, config.rms_norm_eps
         self.view = (-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        self.attention_norm = make_norm(read(f"{prefix}input_layernorm.weight"), config.rms_norm_eps)
-        self.mlp_norm = make_norm(read(f"{prefix}post_attention_layernorm.weight"), config.rms_norm_eps)
-        self.head_norm = _head_norm(config, f"{prefix}self_attn.", read) if config.qk_norm else None
-        self.qkv = _merged_qkv(config, f"{prefix}self_attn.", read)
-        out, down = f"{prefix}self_attn.o_proj.", f"{prefix}mlp.down_proj."
-        gate, up = f"{prefix}mlp.gate_proj.", f"{prefix}mlp.up_proj."
-        self.out = make_linear(read(f"{out}weight"), _bias(read, out, config.output_bias))
-        self.gate_up = make_gated(
-            read(f"{gate}weight"),
-            read(f"{up}weight"),
-            _bias(read, gate, config.mlp_bias),
-            _bias(read, up, config.mlp_bias),
-        )
-        self.down = make_linear(read(f"{down}weight"), _bias(read, down, config.mlp_bias))
+        self.head_norm = _head_norm(config, attention, read) if config.qk_norm else None
+        qkv = torch.cat([read(f"{attention}{x}_proj.weight") for x in "qkv"])
+        qkv_bias = torch.cat([read(f"{attention}{x}_proj.bias") for x in "qkv"]) if config.attention_bias else None
+        self.qkv = make.norm_linear(Norm(read(f"{prefix}input_layernorm.weight"), self.eps), qkv, qkv_bias)
+        out_bias = _bias(read, f"{attention}o_proj.", config.output_bias)
+        self.out = make.add_linear(read(f"{attention}o_proj.weight"), out_bias)
+        norm = Norm(read(f"{prefix}post_attention_layernorm.weight"), self.eps)
+        self.gate_up = make.norm_gated(norm, _gate(config, mlp, read))
+        self.down = make.add_linear(read(f"{mlp}down_proj.weight"), _bias(read, f"{mlp}down_proj.", config.mlp_bias))
 
-    def __call__(self, hidden: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
-        heads = self.qkv(self.attention_norm(hidden)).view(self.view)
-        attended = attend(self.index, heads, Rotation(cos_sin, self.head_norm, self.eps))
-        hidden = self.out.add(attended, hidden)
-        return self.down.add(self.gate_up(self.mlp_norm(hidden)), hidden)
+    def __call__(self, hidden: Hidden, cos_sin: Tensor, attend: Attend) -> Hidden:
+        heads = self.qkv(hidden).view(self.view)
+        hidden = self.out(attend(self.index, heads, Rotation(cos_sin, self.head_norm, self.eps)), hidden)
+        return self.down(self.gate_up(hidden), hidden)
 
 
 def _bias(read: ReadWeight, prefix: str, has_bias: bool) -> Tensor | None:
     return read(f"{prefix}bias") if has_bias else None
 
 
-def _merged_qkv(config: ModelConfig, prefix: str, read: ReadWeight) -> Linear:
-    weight = torch.cat([read(f"{prefix}{x}_proj.weight") for x in "qkv"])
-    bias = torch.cat([read(f"{prefix}{x}_proj.bias") for x in "qkv"]) if config.attention_bias else None
-    return make_linear(weight, bias)
+def _gate(config: ModelConfig, prefix: str, read: ReadWeight) -> Gate:
+    gate, up = (f"{prefix}{x}_proj." for x in ("gate", "up"))
+    biases = (_bias(read, name, config.mlp_bias) for name in (gate, up))
+    return Gate(read(f"{gate}weight"), read(f"{up}weight"), *biases)
 
 
 def _head_norm(config: ModelConfig, prefix: str, read: ReadWeight) -> Tensor:

@@ -158,7 +158,10 @@ def _attention(device: Device, kv: KVStore, config: ModelConfig, limits: Limits)
 
 
 def _cpu_defaults() -> DeviceDefaults:
-    fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    fast = (
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
     # attention over bfloat16 is many times slower on a CPU
     return DeviceDefaults(torch.bfloat16 if fast else torch.float32, torch.float32, 512, 128)
 

@@ -44,6 +44,43 @@ def _end(tokens, rows, lengths, last_token, length, out, num_rows):
     tl.store(length + row, tl.where(real, tl.load(lengths + i), 0))
 
 
+@triton.jit
+def _largest(logits, values, indices, VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_TILES: tl.constexpr):
+    """The largest logit of one tile of one row, and where it is."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    column = tile * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(logits + row * VOCAB + column, mask=column < VOCAB, other=-float("inf")).to(tl.float32)
+    best = tl.max(value, axis=0)
+    tl.store(values + row * NUM_TILES + tile, best)
+    tl.store(indices + row * NUM_TILES + tile, tl.min(tl.where(value == best, column, VOCAB), axis=0))
+
+
+@triton.jit
+def _largest_of_tiles(values, indices, tokens, NUM_TILES: tl.constexpr, BLOCK: tl.constexpr):
+    """The first of the largest logits of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, BLOCK)
+    here = tile < NUM_TILES
+    value = tl.load(values + row * NUM_TILES + tile, mask=here, other=-float("inf"))
+    index = tl.load(indices + row * NUM_TILES + tile, mask=here, other=2147483647)
+    best = tl.max(value, axis=0)
+    tl.store(tokens + row, tl.min(tl.where(here & (value == best), index, 2147483647), axis=0).to(tl.int64))
+
+
+def argmax(logits: torch.Tensor, tile: int = 4096) -> torch.Tensor:
+    """Index of the first largest logit of each row [n] int64; NaN counts as nothing."""
+    num_rows, vocab = logits.shape
+    num_tiles = triton.cdiv(vocab, tile)
+    values = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    _largest[(num_rows, num_tiles)](logits, values, indices, VOCAB=vocab, BLOCK=tile, NUM_TILES=num_tiles, num_warps=8)
+    block = triton.next_power_of_2(num_tiles)
+    _largest_of_tiles[(num_rows,)](values, indices, tokens, NUM_TILES=num_tiles, BLOCK=block, num_warps=1)
+    return tokens
+
+
 class DecodeInputs:
     """What the model is fed, for a batch of a fixed size; written by `begin`."""
 

@@ -20,7 +20,7 @@ from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.device.base import Buffer
-from gapless.runner.graph_kernels import DecodeInputs, begin, end
+from gapless.runner.graph_kernels import DecodeInputs, argmax, begin, end
 from gapless.runner.runner import Model, Runner
 from gapless.runner.sampler import sample
 
@@ -140,7 +140,7 @@ class GraphRunner:
         )
         hidden = self._model.forward(inputs.ids, inputs.positions, self._attention.begin(batch))
         logits = self._model.logits(hidden)
-        tokens = sample(logits, inputs.rows, inputs.lengths, rows, random=random)
+        tokens = sample(logits, inputs.rows, inputs.lengths, rows, random=True) if random else argmax(logits)
         end(tokens, inputs, rows.last_token, rows.length, self._out)
 
 

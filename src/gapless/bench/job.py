@@ -1,0 +1,174 @@
+"""What is measured and what comes back: the values that travel between the benchmark and the engines it starts.
+
+Each crosses a pipe as one line of JSON. Imports nothing heavy, so that an engine's process pays only for itself.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal, Protocol
+
+FIRST_TOKEN, END_TOKEN = 1000, 30000  # the range that prompts are drawn from, as in the anchors
+
+
+# What of the model an engine reads: whatever the user gave, a GGUF file as it is, a Hugging Face directory, or a GGUF
+# file with its matrices converted to a plain type.
+Form = Literal["given", "gguf", "directory", "gguf-BF16", "gguf-F16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One row of the table, before it is measured."""
+
+    name: str  # its loader; peers are chosen by it
+    label: str
+    module: str  # installed if it can be found
+    package: str  # for pip
+    weights: str  # "shipped": the GGUF file's own type
+    form: Form = "given"
+    mode: str = ""  # what else sets it apart: Gapless's depth, vLLM's "eager"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every engine has to do."""
+
+    model: str  # as the user named it
+    threads: int
+    max_tokens: int  # new tokens of each prompt, exactly
+    prompts: list[list[int]]  # all of one length
+
+    @property
+    def length(self) -> int:
+        """Tokens of a finished request, prompt included."""
+        return len(self.prompts[0]) + self.max_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all prompts."""
+        return len(self.prompts) * self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One engine's part."""
+
+    job: Job
+    contender: Contender
+    path: str  # the model, in the form that this engine reads
+    weights: str  # data type or GGUF type
+    batch: int  # parallel requests at most
+
+    def waves(self) -> list[list[list[int]]]:
+        """The prompts in groups of at most `batch`, for engines that cannot queue."""
+        return [self.job.prompts[i : i + self.batch] for i in range(0, len(self.job.prompts), self.batch)]
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How host and device shared one round of Gapless."""
+
+    depth: int  # at the end of the round
+    num_steps: int
+    num_wasted: int  # tokens computed for requests that had already ended
+    device_share: float  # of the time, the compute stream was busy
+    host_share: float | None  # of the time, the loop's thread had the processor; None where it cannot be told
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What an engine generated. `tokens` is None where an engine gives text only."""
+
+    num_tokens: list[int]
+    tokens: list[list[int]] | None
+    overlap: Overlap | None = None
+
+    @classmethod
+    def of(cls, tokens: list[list[int]], overlap: Overlap | None = None) -> Output:
+        return cls([len(row) for row in tokens], tokens, overlap)
+
+
+class Engine(Protocol):
+    """An engine with a model in it, ready for rounds of its task."""
+
+    @property
+    def weights(self) -> str:
+        """Data type of the weights, as the table names it."""
+
+    def run(self) -> Output:
+        """Generate for all prompts and wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simple:
+    """An engine that is one function."""
+
+    weights: str
+    run: Callable[[], Output]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Answer: the model is loaded."""
+
+    version: str
+    weights: str
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Answer: a round is done."""
+
+    seconds: float
+    peak_bytes: int
+    tokens: list[list[int]] | None
+    overlap: Overlap | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Answer: the engine cannot go on."""
+
+    error: str
+
+
+Answer = Ready | Round | Failure
+
+
+def encode(value: Task | Answer) -> str:
+    """One line."""
+    return json.dumps({"kind": type(value).__name__, **asdict(value)}) + "\n"
+
+
+def decode_task(line: str) -> Task:
+    """Raises ValueError when it is none."""
+    values = json.loads(line)
+    if values.pop("kind") != "Task":
+        raise ValueError("expected a Task")
+    return Task(Job(**values.pop("job")), Contender(**values.pop("contender")), **values)
+
+
+def decode_answer(line: str) -> Answer:
+    """Raises ValueError when it is none."""
+    values = json.loads(line)
+    match values.pop("kind"):
+        case "Ready":
+            return Ready(**values)
+        case "Round":
+            overlap = values.pop("overlap")
+            return Round(**values, overlap=Overlap(**overlap) if overlap else None)
+        case "Failure":
+            return Failure(**values)
+        case kind:
+            raise ValueError(f"unknown answer {kind!r}")
+
+
+def random_prompts(num_prompts: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
+    """The same prompts each time, for any model with this vocabulary or a larger one."""
+    source = random.Random(0)
+    end = min(END_TOKEN, vocab_size)
+    first = FIRST_TOKEN if end > FIRST_TOKEN else 0
+    return [[source.randrange(first, end) for _ in range(num_tokens)] for _ in range(num_prompts)]

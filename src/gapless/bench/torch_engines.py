@@ -1,0 +1,152 @@
+"""Engines on torch: Gapless, transformers and vLLM. How each is loaded, and how it is asked for a round.
+
+The engines are imported by name, in the loaders: none of them need be installed, nor have types.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from importlib import import_module
+from typing import Any
+
+from gapless.bench.job import Engine, Output, Overlap, Simple, Task
+
+
+class Gapless:
+    """Ours. Reports how host and device overlapped."""
+
+    def __init__(self, task: Task) -> None:
+        from gapless import LLM, SamplingParams
+
+        self._prompts = task.job.prompts
+        self._llm = LLM(
+            task.job.model,
+            dtype={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(task.weights, task.weights),
+            depth=int(task.contender.mode) if task.contender.mode.isdigit() else task.contender.mode,
+            num_threads=task.job.threads,
+            max_num_rows=task.batch,
+            max_model_len=task.job.length,
+            prefix_cache=False,
+        )
+        self._params = SamplingParams(max_tokens=task.job.max_tokens, temperature=0, ignore_eos=True)
+
+    @property
+    def weights(self) -> str:
+        return short_dtype(self._llm.engine.resolved.dtype)
+
+    def run(self) -> Output:
+        before, host_s = self._llm.stats(), loop_cpu_s()
+        done = self._llm.generate(list(self._prompts), self._params)
+        spent, host_s = self._llm.stats() - before, loop_cpu_s() - host_s
+        overlap = Overlap(
+            depth=self._llm.engine.depth,
+            num_steps=spent.num_steps,
+            num_wasted=spent.num_overrun,
+            device_share=spent.busy_s / spent.time_s,
+            host_share=host_s / spent.time_s if not math.isnan(host_s) else None,
+        )
+        return Output.of([list(item.token_ids) for item in done], overlap)
+
+
+def loop_cpu_s() -> float:
+    """Processor time of the engine's loop so far; NaN where the system does not tell."""
+    found = [thread.ident for thread in threading.enumerate() if thread.name == "gapless-loop"]
+    if len(found) != 1 or found[0] is None or not hasattr(time, "pthread_getcpuclockid"):
+        return math.nan
+    return time.clock_gettime(time.pthread_getcpuclockid(found[0]))
+
+
+def short_dtype(dtype: object) -> str:
+    """Such as bf16 for torch.bfloat16."""
+    name = str(dtype).removeprefix("torch.")
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)
+
+
+def _load_transformers(task: Task) -> Any:
+    import torch
+
+    transformers: Any = import_module("transformers")
+    torch.set_num_threads(task.job.threads)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[task.weights]
+    folder, _, file = task.path.rpartition("/")
+    if file.endswith(".gguf"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(task.path, dtype=dtype)
+    model.generation_config = transformers.GenerationConfig()  # the model's own would stop at its end-of-sequence token
+    return model.eval()
+
+
+def load_generate(task: Task) -> Engine:
+    """transformers `generate`: one batch after another."""
+    import torch
+
+    transformers: Any = import_module("transformers")
+    model = _load_transformers(task)
+    num = task.job.max_tokens
+    config = transformers.GenerationConfig(max_new_tokens=num, min_new_tokens=num, do_sample=False, pad_token_id=0)
+
+    def run() -> Output:
+        tokens = []
+        for wave in task.waves():
+            found = model.generate(torch.tensor(wave), generation_config=config)
+            tokens += found[:, len(wave[0]) :].tolist()
+        return Output.of(tokens)
+
+    return Simple(task.weights, run)
+
+
+def load_generate_batch(task: Task) -> Engine:
+    """transformers `generate_batch`: its continuous batching, with the manager kept over the rounds."""
+    transformers: Any = import_module("transformers")
+    generation: Any = import_module("transformers.generation")
+    model = _load_transformers(task)
+    config = transformers.GenerationConfig(
+        max_new_tokens=task.job.max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    block_size = 256  # its default
+    batching = generation.ContinuousBatchingConfig(
+        block_size=block_size,
+        num_blocks=task.batch * (task.job.length // block_size + 2),  # by default 90% of the free memory,
+        max_batch_tokens=max(512, task.batch),  # and these with it
+        max_requests_per_batch=task.batch,
+        allow_block_sharing=False,
+    )
+
+    def run() -> Output:
+        found = model.generate_batch(
+            task.job.prompts, generation_config=config, continuous_batching_config=batching, persistent_manager=True
+        )
+        return Output.of([list(item.generated_tokens) for item in found.values()])
+
+    return Simple(task.weights, run)
+
+
+def load_vllm(task: Task) -> Engine:
+    """vLLM for CPUs, in this process, so that its memory is counted and it ends with us."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    vllm: Any = import_module("vllm")
+    llm = vllm.LLM(
+        task.path,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_num_seqs=task.batch,
+        max_model_len=task.job.length,
+        enable_prefix_caching=False,
+        enforce_eager=task.contender.mode == "eager",
+    )
+    params = vllm.SamplingParams(max_tokens=task.job.max_tokens, temperature=0, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in task.job.prompts]
+
+    def run() -> Output:
+        found = llm.generate(prompts, params, use_tqdm=False)
+        return Output.of([list(item.outputs[0].token_ids) for item in found])
+
+    return Simple(task.weights, run)

@@ -1,0 +1,128 @@
+"""The parts of a decoder layer on an NVIDIA GPU: fused kernels for few rows, cuBLAS for many.
+
+A norm's weight is folded into the product that follows it, once, when the model is loaded; what is left of the norm is
+a factor for each row. Owns the tilings, measured on an H200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+
+from gapless.models.fused import rms_norm, silu_mul
+from gapless.models.layers import Gate, Hidden, Norm
+from gapless.models.skinny import MAX_ROWS, Tiling, Workspace, block_rows, embed, product
+
+SHARED_MEMORY_BYTES = 200_000  # that a program's stages may take
+HEAD_COLUMNS = 65536  # a product with more than this is a vocabulary's
+
+
+def choose_tiling(num_rows: int, columns: int, inner: int, *, gated: bool = False) -> Tiling | None:
+    """How to cut a product; None when the kernel cannot take its shape."""
+    block_n = 32 if columns <= 4096 or (gated and columns < 8192) else 64
+    if columns > HEAD_COLUMNS and num_rows > 16:
+        block_n = 128
+    block_k = 256 if not gated and 4096 < columns <= HEAD_COLUMNS and inner >= 4096 else 128
+    if columns % block_n or inner % block_k:
+        return None
+    wanted = 256 if inner >= 4096 else 128  # programs; fewer leave cores idle
+    splits = 1
+    while not gated and block_k == 128 and columns // block_n * splits < wanted and inner % (2 * splits * block_k) == 0:
+        splits *= 2
+    stage_bytes = 2 * block_k * (block_rows(num_rows) + block_n * (2 if gated else 1))
+    num_stages = min(5 if columns <= HEAD_COLUMNS else 3, SHARED_MEMORY_BYTES // stage_bytes)
+    return Tiling(block_n, block_k, min(splits, 8), num_stages=num_stages)
+
+
+class SkinnyLayers:
+    """Makes the parts. Without `fused`, all products are cuBLAS's (float32 has no fused kernels)."""
+
+    def __init__(self, device: torch.device, *, fused: bool) -> None:
+        self._fused = fused
+        self._workspace = Workspace(device)
+
+    def embed(self, table: Tensor) -> Callable[[Tensor], Hidden]:
+        def apply(token_ids: Tensor) -> Hidden:
+            if self._fused and len(token_ids) <= MAX_ROWS:
+                return Hidden(embed(token_ids, table, self._workspace), num_squares=1)
+            return Hidden(F.embedding(token_ids, table))
+
+        return apply
+
+    def norm(self, norm: Norm) -> Callable[[Hidden], Tensor]:
+        return lambda hidden: rms_norm(hidden.values, norm.weight, norm.eps, hidden.addend)
+
+    def norm_linear(self, norm: Norm, weight: Tensor, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
+        return SkinnyNormed(norm, _fold(weight, norm), bias, self._workspace)
+
+    def norm_gated(self, norm: Norm, gate: Gate) -> Callable[[Hidden], Tensor]:
+        bias = None if gate.gate_bias is None or gate.up_bias is None else torch.cat((gate.gate_bias, gate.up_bias))
+        weight = _fold(torch.cat((gate.gate, gate.up)), norm)
+        return SkinnyNormed(norm, weight, bias, self._workspace, gated=True)
+
+    def add_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Hidden], Hidden]:
+        return SkinnyAdded(weight, bias, self._workspace, fused=self._fused)
+
+    def linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        def apply(x: Tensor) -> Tensor:
+            tiling = choose_tiling(len(x), *weight.shape) if self._fused and len(x) <= MAX_ROWS else None
+            return F.linear(x, weight) if tiling is None else product(x, weight, self._workspace, tiling)
+
+        return apply
+
+
+class SkinnyNormed:
+    """A norm and a product, with SiLU and the gate where there is one."""
+
+    def __init__(
+        self, norm: Norm, weight: Tensor, bias: Tensor | None, workspace: Workspace, *, gated: bool = False
+    ) -> None:
+        self._ones = torch.ones_like(norm.weight)
+        self._eps = norm.eps
+        self._weight, self._bias = weight, bias
+        self._workspace = workspace
+        self._gated = gated
+
+    def __call__(self, hidden: Hidden) -> Tensor:
+        x = hidden.values
+        columns = len(self._weight) // 2 if self._gated else len(self._weight)
+        fits = hidden.num_squares > 0 and self._bias is None
+        tiling = choose_tiling(len(x), columns, x.shape[1], gated=self._gated) if fits else None
+        if tiling is not None:
+            return product(
+                x,
+                self._weight,
+                self._workspace,
+                tiling,
+                num_squares=hidden.num_squares,
+                eps=self._eps,
+                gated=self._gated,
+            )
+        found = F.linear(rms_norm(x, self._ones, self._eps, hidden.addend), self._weight, self._bias)
+        return silu_mul(found) if self._gated else found
+
+
+class SkinnyAdded:
+    """A product, added to the stream in place, now or by the next norm. The norm since has added any addend before."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, workspace: Workspace, *, fused: bool) -> None:
+        self._weight, self._bias = weight, bias
+        self._workspace = workspace
+        self._fused = fused
+
+    def __call__(self, x: Tensor, hidden: Hidden) -> Hidden:
+        fits = self._fused and self._bias is None and len(x) <= MAX_ROWS
+        tiling = choose_tiling(len(x), *self._weight.shape) if fits else None
+        if tiling is None:
+            return Hidden(hidden.values, addend=F.linear(x, self._weight, self._bias))
+        product(x, self._weight, self._workspace, tiling, add_to=hidden.values)
+        return Hidden(hidden.values, num_squares=triton.cdiv(len(self._weight), tiling.block_n))
+
+
+def _fold(weight: Tensor, norm: Norm) -> Tensor:
+    """weight [out, in] with the norm's weight multiplied into its columns."""
+    return (weight.float() * norm.weight.float()).to(weight.dtype)

@@ -1,0 +1,101 @@
+"""The fused products, under Triton's interpreter where there is no GPU, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+
+from gapless.models import fused
+from gapless.models.layers import Gate, Hidden, Norm
+from gapless.models.skinny import MAX_ROWS
+from gapless.models.skinny_layers import SkinnyLayers, choose_tiling
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # the interpreter has no bfloat16 products
+EPS = 1e-5
+
+
+def draw(*size: int, seed: int = 0) -> torch.Tensor:
+    values = torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+    return values.to(DEVICE, DTYPE)
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape
+    error = (found.float() - expected.float()).norm() / expected.float().norm()
+    assert error < 1e-2, error
+
+
+def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    return F.rms_norm(x.float(), norm.weight.shape, norm.weight.float(), norm.eps)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 20])
+def test_a_layer_of_fused_products(num_rows: int) -> None:
+    """Embedding, norm and product, residual, norm and gate, residual: sums of squares go from kernel to kernel."""
+    make = SkinnyLayers(DEVICE, fused=True)
+    table, ids = draw(50, 128), torch.arange(num_rows, device=DEVICE)
+    norms = [Norm(1 + 0.1 * draw(128, seed=i), EPS) for i in (1, 2)]
+    qkv, out = draw(64, 128, seed=3), draw(128, 256, seed=4)
+    gate, up = draw(256, 128, seed=5), draw(256, 128, seed=6)
+    x = draw(num_rows, 256, seed=7)
+
+    hidden = make.embed(table)(ids)
+    assert hidden.num_squares == 1
+    assert_near(make.norm_linear(norms[0], qkv, None)(hidden), normed(table[ids], norms[0]) @ qkv.float().T)
+
+    hidden = make.add_linear(out, None)(x, hidden)
+    expected = table[ids].float() + x.float() @ out.float().T
+    assert hidden.num_squares > 1
+    assert_near(hidden.values, expected)
+
+    inner = make.norm_gated(norms[1], Gate(gate, up, None, None))(hidden)
+    after = normed(hidden.values, norms[1])
+    assert_near(inner, F.silu(after @ gate.float().T) * (after @ up.float().T))
+    assert_near(make.norm(norms[0])(hidden), normed(hidden.values, norms[0]))
+
+
+def test_many_rows_and_biases_take_the_library() -> None:
+    make = SkinnyLayers(DEVICE, fused=True)
+    num_rows = MAX_ROWS + 1
+    hidden = make.embed(draw(100, 128))(torch.arange(num_rows, device=DEVICE))
+    assert hidden.num_squares == 0
+    norm = Norm(1 + 0.1 * draw(128, seed=1), EPS)
+    weight, bias = draw(64, 128, seed=3), draw(64, seed=4)
+    expected = normed(hidden.values, norm) @ weight.float().T + bias.float()
+    assert_near(make.norm_linear(norm, weight, bias)(hidden), expected)
+    residual = draw(num_rows, 128, seed=5)
+    found = make.add_linear(draw(128, 64, seed=6), draw(128, seed=7))(draw(num_rows, 64, seed=8), Hidden(residual))
+    added = draw(num_rows, 64, seed=8).float() @ draw(128, 64, seed=6).float().T + draw(128, seed=7).float()
+    assert found.addend is not None
+    expected = residual.float() + added
+    assert_near(make.norm(norm)(found), normed(expected, norm))
+    assert_near(found.values, expected)  # the norm added it in place
+
+
+def test_split_products_add_up_in_one_pass() -> None:
+    tiling = choose_tiling(4, 64, 1024)
+    assert tiling is not None
+    assert tiling.splits == 8
+    make = SkinnyLayers(DEVICE, fused=True)
+    x, weight = draw(4, 1024), draw(64, 1024, seed=1)
+    product = make.linear(weight)
+    for _ in range(2):  # the second time finds the counters as the first left them
+        assert_near(product(x), x.float() @ weight.float().T)
+
+
+def test_shapes_that_do_not_divide_have_no_tiling() -> None:
+    assert choose_tiling(4, 100, 128) is None
+    assert choose_tiling(4, 64, 100) is None
+
+
+@pytest.mark.parametrize("size", [96, 1000])
+def test_small_kernels(size: int) -> None:
+    x, weight = draw(3, size), draw(size, seed=1)
+    assert_near(fused.rms_norm(x, weight, EPS), normed(x, Norm(weight, EPS)))
+    both = draw(3, 2 * size, seed=2)
+    gate, up = both.float().chunk(2, dim=1)
+    assert_near(fused.silu_mul(both), F.silu(gate) * up)

@@ -1,0 +1,43 @@
+"""The kernels around a captured decode step, under Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gapless.runner.graph_kernels import DecodeInputs, argmax, begin, end
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCK_SIZE, NUM_ROWS, SCRATCH = 4, 3, 99
+
+
+def test_argmax_takes_the_first_of_equals() -> None:
+    logits = torch.randn(5, 333, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    logits[1, [7, 200, 332]] = 9.0
+    logits[2, :] = -3.0
+    logits[3, 332] = 9.0
+    expected = logits.cpu().argmax(dim=1)
+    assert argmax(logits, tile=64).tolist() == expected.tolist()
+    assert argmax(logits, tile=64)[1] == 7
+
+
+def test_a_step_takes_in_blocks_and_moves_real_rows_on() -> None:
+    last_token = torch.tensor([11, 12, 13, 0], device=DEVICE)
+    length = torch.tensor([4, 6, 0, 0], device=DEVICE)
+    blocks = torch.tensor([[5, 0], [7, 8], [0, 0], [SCRATCH, SCRATCH]], device=DEVICE)
+    packed = torch.tensor([0, 1, NUM_ROWS, 6, -1, -1], dtype=torch.int32, device=DEVICE)  # row 0 gets block 6
+    inputs = DecodeInputs(3, DEVICE)
+    begin(packed, last_token, length, blocks, BLOCK_SIZE, inputs)
+    assert inputs.ids.tolist() == [11, 12, 0]
+    assert inputs.positions.tolist() == [4, 6, 0]
+    assert inputs.slots.tolist() == [6 * 4, 8 * 4 + 2, SCRATCH * 4]
+    assert inputs.lengths.tolist() == [5, 7, 1]
+    assert blocks[0].tolist() == [5, 6]
+
+    out = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    end(torch.tensor([21, 22, 23], device=DEVICE), inputs, last_token, length, out)
+    assert out.tolist() == [21, 22, 23, 0]
+    assert last_token.tolist() == [21, 22, 13, 0]
+    assert length.tolist() == [5, 7, 0, 0]
