@@ -135,18 +135,8 @@ def test_an_interrupted_run_keeps_what_is_done_and_goes_on(tmp_path: Path) -> No
     """SIGINT in the middle: exit code 130, a part file, and the same command finishes the job with the same results."""
     short = [{"id": i, "prompt": f"Number {i}:", "max_tokens": 2 if i < 4 else 1500} for i in range(6)]
     prompts, out = write_lines(tmp_path / "in.jsonl", short), tmp_path / "out.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "gapless.cli",
-        "run",
-        prompts,
-        "-o",
-        str(out),
-        "--ignore-eos",
-        "--dtype",
-        "float32",
-    ]
+    arguments = ["run", prompts, "-o", str(out), "--ignore-eos", "--dtype", "float32"]
+    command = [sys.executable, "-m", "gapless.cli", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     part = tmp_path / "out.jsonl.part"
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as child:

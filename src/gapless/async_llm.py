@@ -23,7 +23,7 @@ class AsyncLLM:
     """A model, loaded and ready, for `async` code. Options are those of `LLM`."""
 
     def __init__(self, model: str | os.PathLike[str] = "smollm2", **options: Any) -> None:
-        resolved = make_options(os.fspath(model), options)
+        resolved = make_options(model, options)
         with progress_bar("loading", unit="tensor") as bar:
             self._client = Client(resolved, bar.to)
 

@@ -6,6 +6,8 @@ thread, so that the loop's thread never touches text.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +16,15 @@ from gapless.config import EngineOptions
 from gapless.core.outcome import Finished, Progress
 from gapless.core.params import SamplingParams
 from gapless.core.request import Request
-from gapless.errors import ConfigError, InvalidRequest, ModelError
+from gapless.errors import ConfigError, InvalidRequest, ModelNotFound
 from gapless.models.source import ModelSource, resolve
 from gapless.pipeline.engine import Engine
 from gapless.text import load_tokenizer
 from gapless.text.assembler import Assembler
 from gapless.text.chat import ChatTemplate
 from gapless.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Prompt = str | list[int] | tuple[int, ...]
 Message = Mapping[str, Any]
@@ -55,22 +59,22 @@ class Job:
         self.request = request
         self._assembler = assembler
         self._engine = engine
-        self._stopping = False
 
     def take(self, news: Progress | Finished) -> Delta:
         """Turn what the engine delivered into text; end the request when a stop string was found."""
         if isinstance(news, Finished):
             return self._finish(news)
+        if self._assembler.stop is not None:
+            return Delta("", ())  # sampled before the engine learned of the stop
         text = self._assembler.push((news.token,))
-        if self._assembler.stop is not None and not self._stopping:
-            self._stopping = True
+        if self._assembler.stop is not None:
             self._engine.abort(self.request.id, "stop")
         return Delta(text, (news.token,))
 
     def _finish(self, news: Finished) -> Delta:
         request, assembler = self.request, self._assembler
-        unseen = request.tokens[request.num_prompt + len(assembler.token_ids) :].tolist()
-        text = assembler.push(unseen) + assembler.finish()
+        num_seen = len(assembler.token_ids)
+        text = assembler.push(request.tokens[request.num_prompt + num_seen :].tolist()) + assembler.finish()
         completion = Completion(
             text=assembler.text,
             token_ids=tuple(assembler.token_ids),
@@ -80,7 +84,7 @@ class Job:
             stop=assembler.stop,
             error=str(news.error) if news.error is not None else None,
         )
-        return Delta(text, tuple(unseen), completion)
+        return Delta(text, completion.token_ids[num_seen:], completion)
 
 
 class Client:
@@ -88,7 +92,7 @@ class Client:
 
     def __init__(self, options: EngineOptions, progress: Callable[[int, int], None] | None = None) -> None:
         source = resolve(options.model)
-        self.tokenizer = _tokenizer(source, options)
+        self.tokenizer = _tokenizer(source)
         self._no_tokenizer = f"{source.name} has no tokenizer; give the prompt as token ids"
         self._template: ChatTemplate | None = None
         self.engine = Engine(options, source, progress)
@@ -124,14 +128,13 @@ class Client:
         return Job(request, Assembler(self.tokenizer, params.stop), self.engine)
 
 
-def _tokenizer(source: ModelSource, options: EngineOptions) -> Tokenizer | None:
-    """The model's tokenizer; random weights may do without."""
+def _tokenizer(source: ModelSource) -> Tokenizer | None:
+    """The model's tokenizer, if it has one; prompts of token ids do without."""
     try:
         return load_tokenizer(source)
-    except ModelError:
-        if options.load_format == "dummy":
-            return None
-        raise
+    except ModelNotFound as error:
+        log.warning("%s", error)
+        return None
 
 
 def _excerpt(value: object) -> str:
@@ -148,8 +151,8 @@ def check_params(params: object) -> SamplingParams:
     return params
 
 
-def make_options(model: str, options: Mapping[str, Any]) -> EngineOptions:
+def make_options(model: object, options: Mapping[str, Any]) -> EngineOptions:
     """Options from keyword arguments. Raises ConfigError."""
-    if not isinstance(model, str):
+    if not isinstance(model, (str, os.PathLike)):
         raise ConfigError(f"model must be a name or a path, got {_excerpt(model)}")
-    return EngineOptions.from_dict({"model": model, **options})
+    return EngineOptions.from_dict({"model": os.fspath(model), **options})

@@ -31,7 +31,7 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str] = "smollm2", **options: Any) -> None:
-        resolved = make_options(os.fspath(model), options)
+        resolved = make_options(model, options)
         with progress_bar("loading", unit="tensor") as bar:
             self._client = Client(resolved, bar.to)
 
@@ -63,7 +63,9 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Any:
         """Answer a conversation, or each of a list of conversations."""
-        many = bool(messages) and isinstance(messages[0], Sequence) and not isinstance(messages[0], str)
+        if not isinstance(messages, (list, tuple)):
+            raise InvalidRequest(f"messages must be a list, got {type(messages).__name__}")
+        many = len(messages) > 0 and isinstance(messages[0], (list, tuple))
         talks: Sequence[Any] = messages if many else [messages]
         each = _as_params(params, len(talks))
         encode = self._client.encode_chat

@@ -22,6 +22,7 @@ def overlap_line(stats: Stats, engine: Engine) -> str:
         parts.append(f"{stats.num_cached_tokens / max(stats.num_prompt_tokens, 1):.0%} of prompt tokens cached")
     if stats.num_preemptions:
         parts.append(f"{stats.num_preemptions} preemptions")
+    parts += [f"{count} steps with {reason}" for reason, count in engine.ledger().items()]
     parts.append(f"peak memory {readable_bytes(peak_memory())}")
     return "overlap: " + ", ".join(parts)
 

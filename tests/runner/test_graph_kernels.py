@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from gapless.runner.graph_kernels import DecodeInputs, argmax, begin, end
+from gapless.runner.graphs import ladder
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK_SIZE, NUM_ROWS, SCRATCH = 4, 3, 99
@@ -41,3 +42,9 @@ def test_a_step_takes_in_blocks_and_moves_real_rows_on() -> None:
     assert out.tolist() == [21, 22, 23, 0]
     assert last_token.tolist() == [21, 22, 13, 0]
     assert length.tolist() == [5, 7, 0, 0]
+
+
+def test_the_ladder_ends_at_the_limit() -> None:
+    assert ladder(1) == [1]
+    assert ladder(33)[-2:] == [32, 33]
+    assert max(ladder(1000)) == 1000

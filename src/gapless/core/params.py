@@ -6,7 +6,6 @@ Owns the meaning, the defaults and the limits of each parameter. Knows no tokeni
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -74,7 +73,7 @@ def _integer(name: str, value: Any, low: int, high: int, high_name: str | None =
 
 
 def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isnan(value):
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value:
         raise InvalidRequest(f"{name} must be a number, got {value!r}")
     if not low <= value <= high or (above and value == low):
         raise InvalidRequest(f"{name} must be {'above' if above else 'at least'} {low} and at most {high}, got {value}")

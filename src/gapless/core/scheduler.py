@@ -58,8 +58,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. One that could never run is refused here, with the numbers."""
         check_fits(request, self.limits)
-        if request.id in self._requests:
-            raise InvalidRequest(f"request id {request.id!r} is already in use")
+        if request.id in self._requests or request.was_admitted:
+            raise InvalidRequest(f"request {request.id!r} was submitted before; make a new one")
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self._requests[request.id] = request

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from gapless.device.base import Buffer, Event, Stream
+from gapless.errors import CapacityError
 
 KV_SHARE = 1 / 3  # of the free memory
 KV_CAP_BYTES = 8 * 2**30  # by default; a user may ask for more
@@ -220,7 +221,11 @@ class CpuDevice:
         return CpuEvent(name, self._driver.wait)
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
-        pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)  # unlike torch's: no memory until it is touched
+        size = math.prod(shape) * dtype.itemsize
+        try:
+            pages = np.zeros(size, np.uint8)  # unlike torch's: no memory until it is touched
+        except MemoryError:
+            raise CapacityError(f"no memory for {name}: it takes {size} bytes, {available_memory()} are free") from None
         return Buffer(name, torch.from_numpy(pages).view(dtype).view(tuple(shape)), host=host)
 
     def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:

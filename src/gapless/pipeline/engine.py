@@ -149,6 +149,10 @@ class Engine:
         values = (getattr(counters, f.name) for f in fields(counters))
         return Stats(time.perf_counter(), self._built.device.compute.busy_s, *values)
 
+    def ledger(self) -> dict[str, int]:
+        """How often a fast path was missed, by reason."""
+        return dict(self._built.runner.ledger)
+
     def close(self) -> None:
         """Abort what runs, deliver that, and stop. Can be called again."""
         with self._lock:

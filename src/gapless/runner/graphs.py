@@ -58,7 +58,7 @@ class GraphRunner:
         self._attention = attention
         self._limits = limits
         self.buffers: Sequence[Buffer] = runner.buffers
-        self.missed: Counter[str] = Counter()  # steps without a graph, by reason
+        self.ledger: Counter[str] = Counter()  # steps without a graph, by reason
         self._sizes = ladder(limits.num_rows)
         device = runner.rows.last_token.device
         self._packed = torch.zeros(2 * self._sizes[-1], dtype=torch.int32, device=device)
@@ -84,7 +84,7 @@ class GraphRunner:
         """Replay the plan's graph, or run it as it is."""
         size = self._size(plan)
         if size is None:
-            self.missed[_why_not(plan)] += 1
+            self.ledger[_why_not(plan)] += 1
             self._runner.step(plan, packed_plan, out)
             return
         self._packed[: 2 * size].copy_(packed_plan[: 2 * size])
@@ -146,5 +146,5 @@ class GraphRunner:
 
 def _why_not(plan: Plan) -> str:
     if plan.chunks:
-        return "prefill"
-    return "top-k, top-p or min-p" if plan.any_filtered else "min_tokens"
+        return "no graph: prefill"
+    return "no graph: top-k, top-p or min-p" if plan.any_filtered else "no graph: min_tokens"

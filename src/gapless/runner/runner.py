@@ -5,6 +5,7 @@ Owns the rows and the KV cache. Runs on the compute stream; never waits, never l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -40,6 +41,7 @@ class Runner:
         self._attention = attention
         self.rows = RowStore(device, limits)
         self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
+        self.ledger: Counter[str] = Counter()  # fast paths that were missed, by reason: here there is none to miss
 
     def fill(self, plan: Plan, out: IntArray) -> int:
         """Pack the plan; return how many numbers it took."""

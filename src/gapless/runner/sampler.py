@@ -34,7 +34,8 @@ def sample(
         return greedy
     temperature, top_p, min_p = store.floats[rows].unbind(1)
     warm = temperature > 0
-    scaled = logits.float() / torch.where(warm, temperature, 1.0)[:, None]
+    below_top = logits.float() - logits.gather(1, greedy[:, None])  # at most 0: no temperature makes it overflow
+    scaled = below_top / torch.where(warm, temperature, 1.0)[:, None]
     if filtered:
         floor = lowest_kept(scaled, store.top_k[rows], top_p, min_p)
         scaled = scaled.masked_fill(scaled < floor[:, None], -torch.inf)

@@ -1,0 +1,119 @@
+"""The engine on a real GPU. Run with `pytest -m gpu tests/gpu` on a machine that has one."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from gapless import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+VOCAB = 1000
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 whose logits are far apart."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        intermediate_size=512,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+    )
+    path = tmp_path_factory.mktemp("qwen3")
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(1, VOCAB) for _ in range(draw.choice([1, 3, 17, 64, 130, 300]))] for _ in range(24)]
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).cuda().eval()
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device="cuda")
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=32,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        found.append(tuple(out[0, len(prompt) :].tolist()))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"depth": 1},
+        {"depth": 2},
+        {"depth": 3, "max_batch_tokens": 64, "max_num_rows": 16},
+        {"depth": 2, "num_blocks": 60, "max_num_rows": 16},
+        {"depth": 2, "check": True},
+    ],
+    ids=str,
+)
+def test_float32_tokens_equal_transformers(
+    model_dir: Path, prompts: list[list[int]], expected: list[tuple[int, ...]], options: dict[str, int]
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with LLM(model_dir, dtype="float32", device="cuda", **options) as llm:
+        found = llm.generate(prompts, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True))
+        if "num_blocks" in options:
+            assert llm.stats().num_preemptions > 0
+    assert [completion.token_ids for completion in found] == expected
+
+
+def test_no_hidden_synchronization(model_dir: Path, prompts: list[list[int]]) -> None:
+    """Prefill, decode, sampling, rows that come and go: nothing but the wait for an event holds the host back."""
+    params = [
+        SamplingParams(max_tokens=20 + i, temperature=i % 2, top_k=5 * (i % 3), min_tokens=i % 4, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    with LLM(model_dir, dtype="bfloat16", device="cuda", depth=2, max_num_rows=16) as llm:
+        llm.generate(prompts, params)  # compiles kernels, which may wait
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = llm.generate(prompts, params)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert [completion.error for completion in found] == [None] * len(prompts)
+
+
+def test_draws_do_not_depend_on_the_batch(model_dir: Path, prompts: list[list[int]]) -> None:
+    params = SamplingParams(max_tokens=32, temperature=0.8, seed=5, ignore_eos=True)
+    with LLM(model_dir, dtype="float32", device="cuda", depth=2) as llm:
+        together = [completion.token_ids for completion in llm.generate(prompts, params)]
+        fewer = [completion.token_ids for completion in llm.generate(prompts[:7], params)]
+    assert fewer == together[:7]
+
+
+def test_decode_steps_come_from_graphs(model_dir: Path, prompts: list[list[int]]) -> None:
+    with LLM(model_dir, dtype="bfloat16", device="cuda", depth=2) as llm:
+        llm.generate(prompts, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True))
+        stats = llm.stats()
+        assert stats.num_steps > 30
+        assert llm.engine.ledger()["no graph: prefill"] < 5
