@@ -5,8 +5,13 @@ Names are loaded on first use, so that `import gapless` and `gapless --help` do 
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# Threads of a product that wait for the next one give their core back after some microseconds. By default they keep
+# it for milliseconds, and a neighbour on the machine makes every step several times slower. Read when torch is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 __version__ = "0.1.0"
 

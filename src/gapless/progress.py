@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -40,9 +41,9 @@ class Bar:
         self._bar.total = total
         self._bar.update(done - self._bar.n)
 
-    def write(self, text: str) -> None:
-        """Print a line to standard error without tearing the bar."""
-        self._bar.write(text, file=sys.stderr)
+    def write(self, text: str, file: TextIO) -> None:
+        """Print a line without tearing the bar."""
+        self._bar.write(text, file=file)
 
     def close(self) -> None:
         self._bar.close()

@@ -36,6 +36,7 @@ class Case:
     decode_lengths: tuple[int, ...]  # this step's token included
     chunks: tuple[tuple[int, int], ...]  # start, count
     seed: int = 0
+    heads_first: bool = False  # how the pool lies in memory
 
     @property
     def ends(self) -> list[int]:
@@ -51,10 +52,14 @@ class World:
         self.num_all = case.num_heads + 2 * case.num_kv_heads
         num_rows, max_blocks = len(case.ends), -(-max(case.ends) // case.block_size) + 1
         num_blocks = num_rows * max_blocks + 2
-        order = torch.randperm(num_blocks, generator=self.generator)[: num_rows * max_blocks]
+        order = torch.randperm(num_blocks - 1, generator=self.generator)[
+            : num_rows * max_blocks
+        ]  # the last is nobody's
         self.blocks = order.view(num_rows, max_blocks)
-        shape = (NUM_LAYERS, num_blocks * case.block_size, 2 * case.num_kv_heads, case.head_dim)
-        self.pool = torch.full(shape, 1e4)  # what nobody may see is large
+        num_slots, num_heads = num_blocks * case.block_size, 2 * case.num_kv_heads
+        self.pool = torch.full((NUM_LAYERS, num_slots, num_heads, case.head_dim), 1e4)  # what nobody may see is large
+        if case.heads_first:
+            self.pool = self.pool.transpose(1, 2).contiguous().transpose(1, 2)
         self.heads = [self.random(NUM_LAYERS, end, self.num_all, case.head_dim) for end in case.ends]
         self.turns = [1 + 0.5 * self.random(end, 1, 1) for end in case.ends]
         self._write_history()
@@ -146,6 +151,7 @@ def check(case: Case) -> None:
         Case(4, 2, 8, 4, (5, 12, 1), ()),
         Case(4, 4, 8, 4, (), ((0, 7),)),
         Case(4, 1, 8, 4, (3, 9), ((0, 5), (4, 4), (6, 1))),
+        Case(4, 2, 8, 4, (3, 9), ((0, 5), (4, 4), (6, 1)), heads_first=True),
         Case(6, 3, 10, 1, (2, 3), ((0, 1), (3, 2))),
         Case(2, 1, 6, 16, (17, 16, 15), ((16, 16), (15, 2), (0, 33))),
     ],
@@ -162,7 +168,8 @@ def cases(draw: st.DrawFn) -> Case:
     chunk = st.tuples(st.integers(0, 12), st.integers(1, 9))
     chunks = tuple(draw(st.lists(chunk, min_size=not decodes, max_size=3)))
     group, size = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3, 4, 16]))
-    return Case(group * kv_heads, kv_heads, draw(st.sampled_from([2, 6, 8])), size, decodes, chunks, draw(st.integers(0, 999)))
+    head_dim, seed = draw(st.sampled_from([2, 6, 8])), draw(st.integers(0, 999))
+    return Case(group * kv_heads, kv_heads, head_dim, size, decodes, chunks, seed, draw(st.booleans()))
 
 
 @given(cases())
@@ -178,7 +185,8 @@ def test_a_step_writes_the_slots_of_its_tokens_and_no_others() -> None:
     attend(1, world.step_heads(1), world.rotation())
     changed = (world.pool != before).flatten(2).any(-1)
     assert not changed[0].any()
-    assert sorted(torch.nonzero(changed[1]).flatten().tolist()) == sorted(world.slot(*place) for place in world.places())
+    slots = sorted(world.slot(*place) for place in world.places())
+    assert torch.nonzero(changed[1]).flatten().tolist() == slots
 
 
 def test_a_prompt_in_chunks_equals_the_prompt_in_one_piece() -> None:

@@ -1,7 +1,7 @@
 """Paged attention in plain torch: the CPU path, and the oracle of every other backend.
 
-Gathers a row's blocks into one piece and calls scaled_dot_product_attention, grouped query heads side by side, so that
-k and v are never repeated. What layers share (gather indices, masks) is made once a step.
+Gathers a row's blocks into one piece; query heads that share a KV head stand side by side, so that k and v are never
+repeated. What layers share (gather indices, masks) is made once a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ class ChunkView:
 
 
 class ReferenceAttention:
-    """Attention over `pools`, one for each layer: [num_slots, 2 * num_kv_heads, head_dim], k heads before v heads."""
+    """Attention over `pools`, one for each layer: [num_slots, 2 * num_kv_heads, head_dim], k heads before v heads.
+
+    Any memory layout will do; fastest is the one in which a head's slots lie together.
+    """
 
     def __init__(self, pools: list[torch.Tensor], block_size: int, num_heads: int, scale: float) -> None:
         self._pools = pools
@@ -64,20 +67,31 @@ class ReferenceAttention:
         return ChunkView(span, index, seen[None, :] <= last[:, None])
 
     def _decode_view(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        num_blocks = -(-batch.max_decode_length // self._block_size)
-        seen = torch.arange(num_blocks * self._block_size, device=batch.slots.device)
-        mask = seen[None, :] < batch.decode_lengths[:, None]
-        return batch.blocks[batch.decode_rows, :num_blocks].reshape(-1), mask[:, None, None, :]
+        """Blocks to gather, and what is added to the scores [num_kv_heads * num_decodes, 1, length]."""
+        size = self._block_size
+        num_blocks = -(-batch.max_decode_length // size)
+        lengths = batch.decode_lengths[:, None]
+        first = torch.arange(num_blocks, device=lengths.device) * size
+        last_block = len(self._pools[0]) // size - 1  # nobody's: what lies past a row's end is not another row's
+        blocks = torch.where(first < lengths, batch.blocks[batch.decode_rows, :num_blocks], last_block)
+        seen = torch.arange(num_blocks * size, device=lengths.device) < lengths
+        mask = torch.zeros(seen.shape, dtype=self._pools[0].dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        return blocks.view(-1), mask.repeat(self._num_kv_heads, 1)[:, None]
 
     def _attend_decodes(
         self, pool: torch.Tensor, q: torch.Tensor, blocks: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
+        """Two batched products, one batch entry for each KV head of each row."""
         num_rows, head_dim = q.shape[0], q.shape[-1]
-        kv = pool.view(-1, self._block_size, *pool.shape[1:]).index_select(0, blocks)
-        k, v = kv.view(num_rows, -1, 2, self._num_kv_heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        grouped = q.reshape(num_rows, self._num_kv_heads, -1, head_dim).to(pool.dtype)
-        out = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=self._scale)
-        return out.reshape(num_rows, -1)
+        num_kv_heads, length = self._num_kv_heads, mask.shape[-1]
+        by_head = pool.transpose(0, 1)  # [2 * num_kv_heads, num_slots, head_dim]
+        kv = by_head.view(2 * num_kv_heads, -1, self._block_size, head_dim).index_select(1, blocks)
+        k, v = kv.view(2, num_kv_heads * num_rows, length, head_dim).unbind(0)
+        grouped = q.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).to(pool.dtype)
+        grouped = grouped.reshape(num_kv_heads * num_rows, -1, head_dim)
+        scores = torch.baddbmm(mask, grouped, k.transpose(1, 2), alpha=self._scale)
+        out = torch.bmm(scores.softmax(dim=-1), v)
+        return out.view(num_kv_heads, num_rows, -1, head_dim).transpose(0, 1).reshape(num_rows, -1)
 
     def _attend_chunk(self, pool: torch.Tensor, q: torch.Tensor, view: ChunkView) -> torch.Tensor:
         offset, count = view.span.offset, view.span.count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,11 @@ class Forms:
 
     def weights(self, name: str) -> str:
         """What the table calls these weights."""
-        return shipped_type(self._source.path) if name == "shipped" and self._source.kind == "gguf" else name
+        return self._shipped_type if name == "shipped" and self._source.kind == "gguf" else name
+
+    @cached_property
+    def _shipped_type(self) -> str:
+        return shipped_type(self._source.path)
 
     def _make(self, form: Form) -> Path:
         target = self._folder / form

@@ -14,6 +14,9 @@ from typing import Literal, Protocol
 FIRST_TOKEN, END_TOKEN = 1000, 30000  # the range that prompts are drawn from, as in the anchors
 
 
+SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as the table names weights
+LONG_DTYPES = {short: name for name, short in SHORT_DTYPES.items()}
+
 # What of the model an engine reads: whatever the user gave, a GGUF file as it is, a Hugging Face directory, or a GGUF
 # file with its matrices converted to a plain type.
 Form = Literal["given", "gguf", "directory", "gguf-BF16", "gguf-F16"]

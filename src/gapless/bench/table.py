@@ -56,7 +56,7 @@ def _row(result: Result, rivals: Sequence[Result], num_tokens: int) -> Row:
 def _measured(row: Row, result: Result, ours: Sequence[Result], num_tokens: int) -> Row:
     median = _median(result.rounds)
     times = tuple(item.seconds for item in result.rounds)
-    alike = [other for other in ours if other.weights == result.weights]
+    alike = [other for other in ours if other.weights.lower() == result.weights.lower()]
     return replace(
         row,
         tokens_per_s=num_tokens / median.seconds,

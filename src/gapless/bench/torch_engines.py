@@ -12,7 +12,7 @@ import time
 from importlib import import_module
 from typing import Any
 
-from gapless.bench.job import Engine, Output, Overlap, Simple, Task
+from gapless.bench.job import LONG_DTYPES, SHORT_DTYPES, Engine, Output, Overlap, Simple, Task
 
 
 class Gapless:
@@ -24,7 +24,7 @@ class Gapless:
         self._prompts = task.job.prompts
         self._llm = LLM(
             task.job.model,
-            dtype={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(task.weights, task.weights),
+            dtype=LONG_DTYPES.get(task.weights, task.weights),
             depth=int(task.contender.mode) if task.contender.mode.isdigit() else task.contender.mode,
             num_threads=task.job.threads,
             max_num_rows=task.batch,
@@ -35,7 +35,7 @@ class Gapless:
 
     @property
     def weights(self) -> str:
-        return short_dtype(self._llm.engine.resolved.dtype)
+        return SHORT_DTYPES[str(self._llm.engine.resolved.dtype).removeprefix("torch.")]
 
     def run(self) -> Output:
         before, host_s = self._llm.stats(), loop_cpu_s()
@@ -59,18 +59,12 @@ def loop_cpu_s() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(found[0]))
 
 
-def short_dtype(dtype: object) -> str:
-    """Such as bf16 for torch.bfloat16."""
-    name = str(dtype).removeprefix("torch.")
-    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)
-
-
 def _load_transformers(task: Task) -> Any:
     import torch
 
     transformers: Any = import_module("transformers")
     torch.set_num_threads(task.job.threads)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[task.weights]
+    dtype = getattr(torch, LONG_DTYPES[task.weights])
     folder, _, file = task.path.rpartition("/")
     if file.endswith(".gguf"):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype)

@@ -92,5 +92,8 @@ class Device(Protocol):
     def kv_budget(self, dry_run: Callable[[], None]) -> int:
         """Bytes that a KV cache may take by default, when a step needs what `dry_run` needs besides."""
 
+    def memory_held(self) -> int:
+        """Bytes of device memory that were in use at most; 0 where that is the host's memory."""
+
     def close(self) -> None:
         """Let the streams run dry and stop them."""

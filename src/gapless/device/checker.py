@@ -170,5 +170,8 @@ class CheckedDevice:
     def kv_budget(self, dry_run: Callable[[], None]) -> int:
         return self._inner.kv_budget(dry_run)
 
+    def memory_held(self) -> int:
+        return self._inner.memory_held()
+
     def close(self) -> None:
         self._inner.close()

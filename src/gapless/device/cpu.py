@@ -234,6 +234,9 @@ class CpuDevice:
     def kv_budget(self, dry_run: Callable[[], None]) -> int:
         return min(int(available_memory() * KV_SHARE), KV_CAP_BYTES)
 
+    def memory_held(self) -> int:
+        return 0
+
     def close(self) -> None:
         self._driver.close()
 

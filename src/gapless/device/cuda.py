@@ -106,6 +106,22 @@ class CudaDevice:
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info()[0] - 2 * peak - RESERVE_BYTES)
 
+    def read_rate(self) -> float:
+        """Bytes a second that plain reads of device memory reach: the best of a few sums over many times the cache."""
+        many = torch.ones(2**31, dtype=torch.float16, device=self.torch_device)
+        times: list[float] = []
+        for _ in range(8):
+            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began.record()
+            many.view(torch.int32).amax()
+            ended.record()
+            torch.cuda.synchronize()
+            times.append(began.elapsed_time(ended) / 1e3)
+        return float(many.numel() * many.itemsize / min(times))
+
+    def memory_held(self) -> int:
+        return int(torch.cuda.max_memory_allocated())
+
     def close(self) -> None:
         torch.cuda.synchronize()
 

@@ -11,7 +11,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import partial
 
 from gapless.config import EngineOptions
 from gapless.core.limits import check_fits
@@ -80,7 +82,7 @@ class Engine:
         self, options: EngineOptions, source: ModelSource, progress: Callable[[int, int], None] | None = None
     ) -> None:
         self.options = options
-        self._built: Built = build(options, source, progress)
+        self._built: Built = _in_a_thread(partial(build, options, source, progress))
         self.resolved = self._built.resolved
         self._scheduler = Scheduler(self.resolved.limits)
         fixed = options.depth != "auto"
@@ -148,6 +150,10 @@ class Engine:
         counters: Counters = self._scheduler.counters
         values = (getattr(counters, f.name) for f in fields(counters))
         return Stats(time.perf_counter(), self._built.device.compute.busy_s, *values)
+
+    def device_memory(self) -> int:
+        """Bytes of device memory in use at most so far; 0 on a CPU."""
+        return self._built.device.memory_held()
 
     def ledger(self) -> dict[str, int]:
         """How often a fast path was missed, by reason."""
@@ -223,6 +229,16 @@ class Engine:
             message = self._inbox.get()
             if isinstance(message, Submit):
                 _tell(message.deliver, Finished(message.request, "error", closed))
+
+
+def _in_a_thread(fn: Callable[[], Built]) -> Built:
+    """Run `fn` on a thread that ends with it.
+
+    A thread that multiplies on a CPU keeps a team of helper threads for life. Once there are more of them than cores,
+    all teams, the compute stream's too, stop waiting actively, and steps take up to twice as long.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(fn).result()
 
 
 def _tell(deliver: Deliver, news: Progress | Finished) -> bool:

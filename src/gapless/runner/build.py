@@ -135,6 +135,7 @@ def _kv_store(device: Device, config: ModelConfig, resolved: Resolved) -> KVStor
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=resolved.kv_dtype,
+        heads_first=device.torch_device.type in HEADS_FIRST_DEVICES,
     )
 
 
@@ -173,6 +174,7 @@ def _cuda_defaults() -> DeviceDefaults:
 ATTENTION = {"cpu": _reference, "cuda": _triton}
 DEFAULTS = {"cpu": _cpu_defaults, "cuda": _cuda_defaults}
 GRAPH_DEVICES = ("cuda",)
+HEADS_FIRST_DEVICES = ("cpu",)  # whose attention gathers the KV cache head by head
 
 
 def _dtypes(options: EngineOptions, device: Device) -> tuple[torch.dtype, torch.dtype]:

@@ -13,7 +13,7 @@ from gapless.device.base import Buffer, Device
 class KVStore:
     """Pools of [(num_blocks + 1) * block_size, 2 * num_kv_heads, head_dim], k heads before v heads.
 
-    The last block is nobody's: rows of padding write there.
+    The last block is nobody's: rows of padding write there. With `heads_first` a head's slots lie together in memory.
     """
 
     def __init__(
@@ -26,11 +26,13 @@ class KVStore:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        heads_first: bool,
     ) -> None:
-        shape = (num_layers, (num_blocks + 1) * block_size, 2 * num_kv_heads, head_dim)
-        self.buffer: Buffer = device.buffer("kv", shape, dtype)
-        self.pools = list(self.buffer.tensor.unbind(0))
-        self.block_size = block_size
+        num_slots, num_heads = (num_blocks + 1) * block_size, 2 * num_kv_heads
+        shape = (num_heads, num_slots) if heads_first else (num_slots, num_heads)
+        self.buffer: Buffer = device.buffer("kv", (num_layers, *shape, head_dim), dtype)
+        layers = self.buffer.tensor.unbind(0)
+        self.pools = [layer.transpose(0, 1) for layer in layers] if heads_first else list(layers)
 
 
 def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -27,6 +27,7 @@ def sample(
 
     The flags say what any of the rows needs; a row that does not need it is not changed by it.
     """
+    logits = logits.float()
     if min_tokens:
         logits = forbid_stops(logits, store.stop_ids[rows], places + 1 < store.min_total[rows])
     greedy = logits.argmax(dim=-1)
@@ -34,7 +35,7 @@ def sample(
         return greedy
     temperature, top_p, min_p = store.floats[rows].unbind(1)
     warm = temperature > 0
-    below_top = logits.float() - logits.gather(1, greedy[:, None])  # at most 0: no temperature makes it overflow
+    below_top = logits - logits.gather(1, greedy[:, None])  # at most 0: no temperature makes it overflow
     scaled = below_top / torch.where(warm, temperature, 1.0)[:, None]
     if filtered:
         floor = lowest_kept(scaled, store.top_k[rows], top_p, min_p)

@@ -1,0 +1,226 @@
+"""`gapless bench offline`: a fixed job, by Gapless at several depths and by peers, side by side in one run.
+
+Owns the arguments and the order of events. How an engine is driven is in `contest` and `worker`, what it is in `peers`,
+what the numbers mean in `table`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gapless.errors import ConfigError, ModelError
+from gapless.progress import progress_bar
+
+if TYPE_CHECKING:
+    from gapless.bench.contest import Result, Start
+    from gapless.bench.convert import Forms
+    from gapless.bench.job import Contender, Job
+    from gapless.bench.machine import Machine
+    from gapless.bench.table import Row
+
+AT_LEAST = {"num_prompts": 1, "prompt_tokens": 1, "max_tokens": 1, "rounds": 1, "warmup": 0, "threads": 1, "batch": 1}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `gapless bench offline`."""
+    add = parser.add_argument
+    add("--model", default="smollm2", help="name, directory or GGUF file (default: %(default)s)")
+    add("--num-prompts", type=int, default=16, help="prompts in the job (default: %(default)s)")
+    add("--prompt-tokens", type=int, default=64, help="tokens of each prompt (default: %(default)s)")
+    add("--max-tokens", type=int, default=64, help="new tokens of each prompt (default: %(default)s)")
+    add("--batch", type=int, nargs="+", default=[16], metavar="N", help="parallel requests at most (default: 16)")
+    add("--depth", nargs="+", default=["auto", "1", "2"], metavar="D", help="Gapless's depths (default: auto 1 2)")
+    add("--dtype", nargs="+", default=["auto"], metavar="T", help="Gapless's data types (default: auto)")
+    add("--threads", type=int, help="CPU threads of every engine (default: torch's)")
+    add("--rounds", type=int, default=3, help="times that each engine does the job, in turn (default: %(default)s)")
+    add("--warmup", type=int, default=1, help="rounds before these that do not count (default: %(default)s)")
+    add("--peers", nargs="*", metavar="NAME", help="run installed peers too: all of them, or those named")
+    add(
+        "--python",
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON",
+        help="interpreter that has this peer, where it needs an environment of its own; may be repeated",
+    )
+    add("--workload", nargs="+", metavar="A..F", help="GPU workloads with random weights instead of this job")
+    add("--json", metavar="FILE", help="write all numbers here")
+    add("--plot", metavar="FILE.svg", help="draw a bar chart here")
+    add("--logs", metavar="FOLDER", help="keep here what the engines print (default: thrown away)")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Who takes part, and who is only mentioned."""
+
+    contenders: tuple[Contender, ...]
+    absent: tuple[Contender, ...]  # asked for, not installed
+    pythons: dict[str, str]  # interpreters of peers that have their own
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the contest and show what came of it; 1 when Gapless itself failed."""
+    if args.workload is not None:
+        from gapless.bench import workloads
+
+        depths = [int(depth) for depth in args.depth if depth.isdigit()]
+        return workloads.main(args.workload, depths, args.json)
+    from gapless.bench.machine import this_machine
+    from gapless.bench.table import make_rows
+
+    _check(args)
+    field = _field(args)
+    machine = this_machine()
+    job = _job(args)
+    rows = make_rows(_measure(args, field, job), job.num_tokens)
+    _show(args, job, machine, field, rows)
+    return 1 if any(row.is_ours and row.error for row in rows) else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ConfigError for what cannot be measured, before anything is loaded."""
+    from gapless.config import EngineOptions
+
+    for name, least in AT_LEAST.items():
+        value = getattr(args, name)
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None and item < least:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {item}")
+    for dtype in args.dtype:
+        for depth in args.depth:
+            EngineOptions.from_dict({"dtype": dtype, "depth": int(depth) if depth.lstrip("-").isdigit() else depth})
+    for path in (args.json, args.plot):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"{path}: cannot be written: no such folder")
+    if args.logs is not None:
+        try:
+            Path(args.logs).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--logs: cannot be made: {args.logs}: {error.strerror}") from None
+
+
+def _field(args: argparse.Namespace) -> Field:
+    from gapless.bench.contest import is_installed
+    from gapless.bench.peers import PEER_NAMES, PEERS, gapless
+
+    for name in args.peers or ():
+        if name not in PEER_NAMES:
+            raise ConfigError(f"--peers: unknown peer {name!r}; known: {', '.join(PEER_NAMES)}")
+    pythons = dict(_interpreter(text, PEER_NAMES) for text in args.python)
+    ours = [gapless(t, d) for t in dict.fromkeys(args.dtype) for d in dict.fromkeys(args.depth)]
+    wanted = [] if args.peers is None else [peer for peer in PEERS if not args.peers or peer.name in args.peers]
+    found = [peer for peer in wanted if is_installed(peer.module, pythons.get(peer.name, sys.executable))]
+    return Field((*ours, *found), tuple(peer for peer in wanted if peer not in found), pythons)
+
+
+def _interpreter(text: str, names: Sequence[str]) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if name not in names or not os.access(path, os.X_OK):
+        raise ConfigError(f"--python takes PEER=PATH of an interpreter, got {text!r}; peers: {', '.join(names)}")
+    return name, path
+
+
+def _job(args: argparse.Namespace) -> Job:
+    import torch
+
+    from gapless.bench.job import Job, random_prompts
+    from gapless.models.loader import load_config
+    from gapless.models.source import resolve
+
+    source = resolve(args.model)
+    config = load_config(source)
+    length = args.prompt_tokens + args.max_tokens
+    if length > config.max_position_embeddings:
+        raise ConfigError(f"{length} tokens a request; {source.name} takes {config.max_position_embeddings} at most")
+    prompts = random_prompts(args.num_prompts, args.prompt_tokens, config.vocab_size)
+    return Job(args.model, args.threads or torch.get_num_threads(), args.max_tokens, prompts)
+
+
+def _measure(args: argparse.Namespace, field: Field, job: Job) -> list[Result]:
+    """A contest for each batch size."""
+    from gapless.bench.contest import run_contest
+    from gapless.bench.convert import Forms
+    from gapless.models.source import resolve
+
+    results = []
+    batches = list(dict.fromkeys(args.batch))
+    turns = 1 + args.warmup + args.rounds
+    with tempfile.TemporaryDirectory(prefix="gapless-bench-") as name:
+        forms = Forms(resolve(args.model), Path(name))
+        logs = Path(args.logs or name)
+        with progress_bar("measuring", turns * len(batches) * len(field.contenders), "turn") as bar:
+            for batch in batches:
+                starts, failed = _starts(field, job, batch, forms)
+                bar.advance(turns * len(failed))
+                results += run_contest(starts, args.rounds, args.warmup, logs, bar.advance) + failed
+    return results
+
+
+def _starts(field: Field, job: Job, batch: int, forms: Forms) -> tuple[list[Start], list[Result]]:
+    """What can start, and what cannot for want of its form of the model."""
+    from gapless.bench.contest import Result, Start
+    from gapless.bench.job import Task
+
+    starts, failed = [], []
+    for contender in field.contenders:
+        weights = forms.weights(contender.weights)
+        try:
+            task = Task(job, contender, str(forms.path(contender.form)), weights, batch)
+        except ModelError as error:
+            failed.append(Result(contender, batch, weights, error=str(error)))
+        else:
+            starts.append(Start(task, field.pythons.get(contender.name, sys.executable)))
+    return starts, failed
+
+
+def _show(args: argparse.Namespace, job: Job, machine: Machine, field: Field, rows: Sequence[Row]) -> None:
+    from gapless.bench.chart import bar_chart
+    from gapless.bench.table import format_overlap, format_rows
+
+    title = f"{args.model}: {len(job.prompts)} prompts of {args.prompt_tokens} tokens, {job.max_tokens} new tokens each"
+    where = f"{machine.cpu}, {job.threads} of {machine.num_cpus} threads, Gapless {machine.gapless} {machine.commit}"
+    print(f"{title}, greedy; median of {args.rounds} rounds\n{where}\n")
+    print(format_rows(rows), "", format_overlap(rows), "", *_notes(machine, field, rows), sep="\n")
+    if args.json is not None:
+        _write(Path(args.json), json.dumps(_values(args, job, machine, field, rows), indent=2) + "\n")
+    if args.plot is not None:
+        _write(Path(args.plot), bar_chart(rows, title, f"output tokens/s, prefill included; {where}"))
+
+
+def _values(
+    args: argparse.Namespace, job: Job, machine: Machine, field: Field, rows: Sequence[Row]
+) -> dict[str, object]:
+    names = ("model", "num_prompts", "prompt_tokens", "max_tokens", "rounds", "warmup")
+    return {
+        "job": {name: getattr(args, name) for name in names} | {"threads": job.threads},
+        "machine": asdict(machine),
+        "rows": [asdict(row) for row in rows],
+        "not_installed": [asdict(peer) for peer in field.absent],
+    }
+
+
+def _notes(machine: Machine, field: Field, rows: Sequence[Row]) -> list[str]:
+    notes = [
+        "tok/s: new tokens over the whole round, prefill included. load s: process start to ready. Prefix caches off.",
+        "same: prompts with the tokens of Gapless's first row in the same weights; only fp32 is expected to agree.",
+    ]
+    notes += [f"failed: {row.engine}, {row.weights}, batch {row.batch}: {row.error}" for row in rows if row.error]
+    packages = dict.fromkeys(f"{peer.label} (pip install {peer.package})" for peer in field.absent)
+    notes += [f"not installed: {text}" for text in packages]
+    if machine.is_busy:
+        notes.append(f"the machine was busy before this run (load {machine.load:.1f}): do not trust the times")
+    return notes
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,117 @@
+"""Every bad sampling parameter is refused with its name, its value and its limit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from gapless.core.params import MAX_STOP_IDS, MAX_STOP_STRINGS, SamplingParams
+from gapless.errors import GaplessError, InvalidRequest
+
+BIG = 2**31
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, "max_tokens must be between 1 and 2147483647, got 0"),
+    ({"max_tokens": -3}, "max_tokens must be between 1 and 2147483647, got -3"),
+    ({"max_tokens": BIG}, f"max_tokens must be between 1 and 2147483647, got {BIG}"),
+    ({"max_tokens": 1.5}, "max_tokens must be a whole number, got 1.5"),
+    ({"max_tokens": "8"}, "max_tokens must be a whole number, got '8'"),
+    ({"max_tokens": True}, "max_tokens must be a whole number, got True"),
+    ({"max_tokens": None}, "max_tokens must be a whole number, got None"),
+    ({"min_tokens": -1}, "min_tokens must be between 0 and max_tokens = 256, got -1"),
+    ({"max_tokens": 4, "min_tokens": 5}, "min_tokens must be between 0 and max_tokens = 4, got 5"),
+    ({"temperature": -0.1}, "temperature must be at least 0.0 and at most 100.0, got -0.1"),
+    ({"temperature": 101}, "temperature must be at least 0.0 and at most 100.0, got 101"),
+    ({"temperature": float("nan")}, "temperature must be a number, got nan"),
+    ({"temperature": float("inf")}, "temperature must be at least 0.0 and at most 100.0, got inf"),
+    ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+    ({"temperature": True}, "temperature must be a number, got True"),
+    ({"temperature": None}, "temperature must be a number, got None"),
+    ({"top_k": -1}, "top_k must be between 0 and 2147483647, got -1"),
+    ({"top_k": BIG}, f"top_k must be between 0 and 2147483647, got {BIG}"),
+    ({"top_k": 2.0}, "top_k must be a whole number, got 2.0"),
+    ({"top_p": 0}, "top_p must be above 0.0 and at most 1.0, got 0"),
+    ({"top_p": 1.01}, "top_p must be above 0.0 and at most 1.0, got 1.01"),
+    ({"top_p": float("nan")}, "top_p must be a number, got nan"),
+    ({"min_p": -0.5}, "min_p must be at least 0.0 and at most 1.0, got -0.5"),
+    ({"min_p": 1.5}, "min_p must be at least 0.0 and at most 1.0, got 1.5"),
+    ({"seed": 2**63}, f"seed must be between {-(2**63)} and {2**63 - 1}, got {2**63}"),
+    ({"seed": "x"}, "seed must be a whole number, got 'x'"),
+    ({"stop": 5}, "stop must be a list, got 5"),
+    ({"stop": [""]}, "a stop string must be non-empty text, got ''"),
+    ({"stop": [3]}, "a stop string must be non-empty text, got 3"),
+    ({"stop": ["x"] * 17}, f"at most {MAX_STOP_STRINGS} stop strings, got 17"),
+    ({"stop_token_ids": 5}, "stop_token_ids must be a list, got 5"),
+    ({"stop_token_ids": [-1]}, "a stop token id must be between 0 and 2147483647, got -1"),
+    ({"stop_token_ids": ["a"]}, "a stop token id must be a whole number, got 'a'"),
+    ({"stop_token_ids": [1] * 17}, f"at most {MAX_STOP_IDS} stop token ids, got 17"),
+    ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD, ids=lambda item: str(item)[:40] if isinstance(item, dict) else "")
+def test_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**values)
+    assert str(caught.value) == message
+    assert isinstance(caught.value, GaplessError)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+def test_a_whole_number_beyond_float_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} must be"):
+        SamplingParams(**{name: 10**400})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_tokens": 1, "min_tokens": 1},
+        {"max_tokens": 2**31 - 1},
+        {"temperature": 0},
+        {"temperature": 100},
+        {"top_p": 1e-9},
+        {"top_p": 1},
+        {"min_p": 1},
+        {"seed": -(2**63)},
+        {"seed": 2**63 - 1},
+        {"stop": ["x"] * 16, "stop_token_ids": list(range(16))},
+    ],
+)
+def test_the_limits_themselves_are_allowed(values: dict[str, Any]) -> None:
+    SamplingParams(**values)
+
+
+def test_every_field_has_a_bad_value_above() -> None:
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert {name for values, _ in BAD for name in values} == fields
+
+
+def test_one_stop_string_and_lists_become_tuples() -> None:
+    params = SamplingParams(stop="END", stop_token_ids=[3, 4])
+    assert (params.stop, params.stop_token_ids) == (("END",), (3, 4))
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().max_tokens = 3  # type: ignore[misc]
+
+
+def test_an_unknown_name_is_an_error_with_a_suggestion() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams.from_dict({"temperatur": 0.5})
+    assert "unknown parameter 'temperatur' (did you mean 'temperature'?); known: max_tokens, " in str(caught.value)
+
+
+def test_a_name_like_no_other_gets_no_suggestion() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams.from_dict({"zzz": 1})
+    assert "unknown parameter 'zzz'; known:" in str(caught.value)
+
+
+def test_from_dict_checks_values_too() -> None:
+    assert SamplingParams.from_dict({"max_tokens": 3, "stop": "x"}) == SamplingParams(max_tokens=3, stop=("x",))
+    with pytest.raises(InvalidRequest, match="max_tokens must be between 1"):
+        SamplingParams.from_dict({"max_tokens": 0})

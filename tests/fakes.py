@@ -1,0 +1,206 @@
+"""A device of plain arrays, a model whose next token depends on every earlier one, and a driver for the scheduler.
+
+The fake's KV cache holds the tokens themselves. A sample reads a row's whole history back through its block table, so
+that a wrong row, block, position or order shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gapless.core.limits import Limits
+from gapless.core.outcome import Commit, Finished
+from gapless.core.params import SamplingParams
+from gapless.core.plan import Plan
+from gapless.core.request import IntArray, Request, int_array
+from gapless.core.scheduler import Scheduler
+from gapless.errors import StepFailed
+from gapless.pipeline.executor import Ticket
+from gapless.pipeline.loop import settle
+
+VOCAB = 53
+
+
+def next_token(history: Sequence[int], vocab: int = VOCAB) -> int:
+    """The model: a hash of all tokens and their order."""
+    value = 7
+    for token in history:
+        value = (value * 1_000_003 + int(token) + 11) % (2**61 - 1)
+    return (value * 0x9E3779B97F4A7C15 % 2**64 >> 33) % vocab
+
+
+class FakeExecutor:
+    """Runs plans on arrays at launch, in launch order, as one compute stream would; `failures` are steps that raise."""
+
+    def __init__(self, limits: Limits, failures: Container[int] = ()) -> None:
+        self._failures = failures
+        self._size = limits.block_size
+        self._kv = np.full((limits.num_blocks, limits.block_size), -1)
+        self._tables = np.full((limits.num_rows, limits.max_blocks), -1)
+        self._length = np.zeros(limits.num_rows, int)
+        self._last = np.full(limits.num_rows, -1)
+        self._results: dict[int, IntArray | StepFailed] = {}
+        self.launched: list[Plan] = []
+        self.in_flight: list[int] = []  # how many steps were, after each launch
+
+    def launch(self, plan: Plan) -> Ticket:
+        try:
+            self._results[plan.step] = self._run(plan)
+        except IndexError as error:  # follows a step that failed, and finds no blocks
+            self._results[plan.step] = StepFailed(str(error))
+        self.launched.append(plan)
+        self.in_flight.append(len(self._results))
+        return Ticket(plan, None)
+
+    def collect(self, ticket: Ticket) -> IntArray:
+        result = self._results.pop(ticket.plan.step)
+        if isinstance(result, StepFailed):
+            raise result
+        return result
+
+    def _run(self, plan: Plan) -> IntArray | StepFailed:
+        if plan.step in self._failures:
+            return StepFailed(f"step {plan.step}")
+        for row, index, block in plan.new_blocks.tolist():
+            self._tables[row, index] = block
+        for row in plan.decode_rows.tolist():
+            self._feed(row, self._length[row], [self._last[row]])
+        for chunk in plan.chunks:
+            self._feed(chunk.row, chunk.start, chunk.tokens)
+        rows = plan.sample_rows.tolist()
+        tokens = int_array([next_token(self._history(row)) for row in rows])
+        self._last[rows] = tokens
+        return tokens
+
+    def close(self) -> None:
+        pass
+
+    def _feed(self, row: int, start: int, tokens: Sequence[int]) -> None:
+        for position, token in enumerate(tokens, start):
+            self._kv[self._tables[row, position // self._size], position % self._size] = token
+        self._length[row] = start + len(tokens)
+
+    def _history(self, row: int) -> list[int]:
+        length = self._length[row]
+        return self._kv[self._tables[row, : -(-length // self._size)]].reshape(-1)[:length].tolist()
+
+
+def make_limits(**changes: int | bool) -> Limits:
+    values = {"num_rows": 4, "num_blocks": 64, "block_size": 4, "max_batch_tokens": 32, "max_model_len": 64}
+    return Limits(**values | changes)  # type: ignore[arg-type]
+
+
+def make_request(
+    id: str, prompt: Sequence[int], limits: Limits, *, max_tokens: int = 8, streams: bool = False, **params: object
+) -> Request:
+    """A request as the engine makes it. `stop_token_ids` are all its stop tokens."""
+    sampling = SamplingParams.from_dict({"max_tokens": max_tokens, "temperature": 0, **params})
+    limit = min(len(prompt) + max_tokens, limits.max_model_len)
+    return Request(id, int_array(prompt), sampling, 0, sampling.stop_token_ids, limit, streams)
+
+
+def truth(request: Request) -> tuple[list[int], str]:
+    """What the fake model says to a request, and why it ends."""
+    tokens: list[int] = request.prompt.tolist()
+    least = request.num_prompt + request.params.min_tokens
+    while len(tokens) < request.limit:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in request.stop_ids and len(tokens) > least:
+            return tokens[request.num_prompt :], "stop"
+    return tokens[request.num_prompt :], "length"
+
+
+@dataclass
+class Run:
+    """What came of a workload."""
+
+    scheduler: Scheduler
+    executor: FakeExecutor
+    finished: dict[str, Finished] = field(default_factory=dict)
+    streamed: dict[str, list[int]] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)  # ids as they ended
+    num_turns: int = 0
+
+    def tokens(self, id: str) -> list[int]:
+        request = self.finished[id].request
+        return request.tokens[request.num_prompt :].tolist()
+
+    def take(self, *finished: Finished | None) -> None:
+        for item in finished:
+            if item is not None:
+                assert item.request.id not in self.finished, "ended twice"
+                self.finished[item.request.id] = item
+                self.order.append(item.request.id)
+
+    def commit(self, commit: Commit) -> None:
+        for item in commit.progress:
+            self.streamed.setdefault(item.request.id, []).append(item.token)
+        self.take(*commit.finished)
+
+
+def drive(
+    limits: Limits,
+    arrivals: Mapping[int, Sequence[Request]],
+    *,
+    depth: int = 1,
+    aborts: Mapping[int, Sequence[str]] | None = None,
+    failures: Collection[int] = (),
+) -> Run:
+    """Run a workload: in turn n requests arrive and are aborted, a step is planned, and perhaps one is settled."""
+    run = Run(Scheduler(limits), FakeExecutor(limits, failures))
+    bound = turn_bound(arrivals, aborts or {}, depth) * (1 + len(failures))
+    in_flight: deque[Ticket] = deque()
+    while run.num_turns <= max(arrivals) or run.scheduler.has_requests or in_flight:
+        assert run.num_turns <= bound, f"more than {bound} turns: somebody starves"
+        for request in arrivals.get(run.num_turns, ()):
+            run.scheduler.add(request)
+        for id in (aborts or {}).get(run.num_turns, ()):
+            run.take(run.scheduler.abort(id))
+        run.num_turns += 1
+        turn(run, in_flight, depth)
+    return run
+
+
+def turn(run: Run, in_flight: deque[Ticket], depth: int) -> None:
+    """One turn of the loop, with every invariant checked on the way."""
+    scheduler = run.scheduler
+    plan = scheduler.schedule()
+    scheduler.check()
+    if plan is not None:
+        check_plan(plan, scheduler.limits)
+        in_flight.append(run.executor.launch(plan))
+    if in_flight and (plan is None or len(in_flight) >= depth):
+        run.commit(settle(scheduler, run.executor, in_flight.popleft()))
+        scheduler.check()
+
+
+def check_plan(plan: Plan, limits: Limits) -> None:
+    """Assert that a plan keeps to the limits and names each row once."""
+    rows = plan.decode_rows.tolist() + [chunk.row for chunk in plan.chunks]
+    assert 0 < plan.num_tokens <= limits.max_batch_tokens
+    assert len(plan.new_blocks) <= limits.max_new_blocks
+    assert len(set(rows)) == len(rows)
+    assert {seat.row for seat in plan.seats} <= set(rows)
+    assert set(plan.new_blocks[:, 0].tolist()) <= set(rows), "a block for a row that is not in the step"
+    assert plan.sample_rows.tolist() == plan.decode_rows.tolist() + [c.row for c in plan.chunks if c.samples]
+    assert len({(row, index) for row, index, _ in plan.new_blocks.tolist()}) == len(plan.new_blocks)
+
+
+def turn_bound(arrivals: Mapping[int, Sequence[Request]], aborts: Mapping[int, Sequence[str]], depth: int) -> int:
+    """The oldest request advances by a token at least in each turn, and waits for what is in flight once."""
+    work = sum(request.limit + depth + 2 for batch in arrivals.values() for request in batch)
+    return max([*arrivals, *aborts]) + depth + work
+
+
+def check_empty(scheduler: Scheduler) -> None:
+    """Assert that nothing is left of any request."""
+    scheduler.check()
+    assert not scheduler.has_requests
+    assert scheduler.num_waiting == scheduler.num_running == 0
+    assert scheduler.rows.num_free == scheduler.limits.num_rows
+    assert scheduler.pool.num_used == 0
+    assert scheduler.pool.num_available == scheduler.limits.num_blocks

@@ -1,0 +1,57 @@
+"""The sampler once more, one row at a time, in plain Python and numpy, float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gapless.core.params import SamplingParams
+
+_MASK = 2**64 - 1
+
+
+def splitmix64(state: int) -> int:
+    """The output of Steele, Lea and Flood's generator for the state before its increment."""
+    z = (state + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def uniform(seed: int, place: int) -> float:
+    return (splitmix64((splitmix64(seed & _MASK) + place) & _MASK) >> 11) * 2.0**-53
+
+
+def kept_tokens(scaled: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Which tokens top-k, then top-p of what is left, then min-p leave standing."""
+    order = np.argsort(-scaled, kind="stable")
+    kept = order[: params.top_k] if params.top_k else order
+    if params.top_p < 1:
+        probs = _softmax(scaled[kept])
+        before = np.cumsum(probs) - probs
+        kept = kept[before < params.top_p]
+    mask = np.zeros(len(scaled), bool)
+    mask[kept] = True
+    probs = _softmax(scaled)
+    return mask & (probs >= params.min_p * probs.max())
+
+
+def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Probabilities of all tokens for a temperature above 0."""
+    scaled = logits.astype(np.float64) / params.temperature
+    return _softmax(np.where(kept_tokens(scaled, params), scaled, -np.inf))
+
+
+def sample(logits: np.ndarray, params: SamplingParams, seed: int, place: int, forbidden: Sequence[int] = ()) -> int:
+    logits = logits.astype(np.float64).copy()
+    logits[list(forbidden)] = -np.inf
+    if params.temperature == 0:
+        return int(np.argmax(logits))
+    mass = np.cumsum(distribution(logits, params))
+    return int(np.searchsorted(mass, uniform(seed, place) * mass[-1], side="right"))
+
+
+def _softmax(values: np.ndarray) -> np.ndarray:
+    powers = np.exp(values - values.max())
+    return powers / powers.sum()

@@ -1,0 +1,262 @@
+"""The executor with one thing wrong, a table of such mistakes, and the device that makes them possible.
+
+`ScriptedDevice` writes down what one launch puts on the streams; a mutant edits that script before it is played to the
+real device. In the order of `LocalExecutor.launch` the script is
+
+    h2d.run  h2d.record(h2d_over)  compute.wait(h2d_over)  compute.run  compute.record(compute_over)
+    d2h.wait(compute_over)  d2h.run  d2h.record(d2h_over)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from gapless.core.limits import Limits
+from gapless.core.plan import Plan
+from gapless.core.request import IntArray
+from gapless.device.base import Buffer, Device, Event, Stream
+from gapless.pipeline.executor import LocalExecutor, StepRunner, Ticket
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the script."""
+
+    stream: str
+    verb: str
+    play: Callable[[Stream], None]
+
+
+Script = list[Line]
+Edit = Callable[[Script], Script]
+
+
+class ScriptedStream:
+    """A stream that only writes down what it is told."""
+
+    def __init__(self, name: str, script: Script) -> None:
+        self.name = name
+        self.busy_s = 0.0
+        self._script = script
+
+    def run(
+        self, fn: Callable[[], None], label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> None:
+        self._add("run", lambda stream: stream.run(fn, label, reads=reads, writes=writes))
+
+    def record(self, event: Event) -> None:
+        self._add("record", lambda stream: stream.record(event))
+
+    def wait(self, event: Event) -> None:
+        self._add("wait", lambda stream: stream.wait(event))
+
+    def _add(self, verb: str, play: Callable[[Stream], None]) -> None:
+        self._script.append(Line(self.name, verb, play))
+
+
+class ScriptedDevice:
+    """A device whose streams write a script, which `play` passes on, edited."""
+
+    def __init__(self, inner: Device) -> None:
+        self._inner = inner
+        self._script: Script = []
+        self.torch_device, self.num_cores = inner.torch_device, inner.num_cores
+        self.h2d, self.compute, self.d2h = (ScriptedStream(name, self._script) for name in ("h2d", "compute", "d2h"))
+        self.event, self.buffer, self.touch, self.close = inner.event, inner.buffer, inner.touch, inner.close
+        self.kv_budget = inner.kv_budget
+
+    def play(self, edit: Edit) -> None:
+        for line in edit(list(self._script)):
+            line.play(getattr(self._inner, line.stream))
+        self._script.clear()
+
+
+class Mutant(LocalExecutor):
+    """The executor, its streams' script edited by `edit`. Subclasses break other things."""
+
+    def __init__(self, device: Device, runner: StepRunner, limits: Limits, num_slots: int, edit: Edit) -> None:
+        self._scripted = ScriptedDevice(device)
+        self._edit = edit
+        super().__init__(self._scripted, runner, limits, num_slots)
+
+    def launch(self, plan: Plan) -> Ticket:
+        ticket = super().launch(plan)
+        self._scripted.play(self._edit)
+        return ticket
+
+
+def keep(script: Script) -> Script:
+    return script
+
+
+def drop(stream: str, verb: str) -> Edit:
+    return lambda script: [line for line in script if (line.stream, line.verb) != (stream, verb)]
+
+
+def early(stream: str) -> Edit:
+    """The record of this stream comes before its work."""
+
+    def edit(script: Script) -> Script:
+        work, record = (_find(script, stream, verb) for verb in ("run", "record"))
+        script[work], script[record] = script[record], script[work]
+        return script
+
+    return edit
+
+
+def moved(stream: str, verb: str, to: str) -> Edit:
+    """One line is put on another stream."""
+
+    def edit(script: Script) -> Script:
+        index = _find(script, stream, verb)
+        script[index] = replace(script[index], stream=to)
+        return script
+
+    return edit
+
+
+def odd_steps_compute_on(stream: str) -> Edit:
+    """Every second step has its compute on another stream, with the waits and records that belong to it."""
+    steps = iter(range(10**6))
+
+    def edit(script: Script) -> Script:
+        if next(steps) % 2 == 0:
+            return script
+        return [replace(line, stream=stream) if line.stream == "compute" else line for line in script]
+
+    return edit
+
+
+def _find(script: Script, stream: str, verb: str) -> int:
+    return next(i for i, line in enumerate(script) if (line.stream, line.verb) == (stream, verb))
+
+
+class NoSynchronize(Mutant):
+    """Collect reads the tokens without waiting."""
+
+    def collect(self, ticket: Ticket) -> IntArray:
+        assert ticket.slot is not None
+        slot = replace(ticket.slot, d2h_over=self._device.event("never recorded"))
+        tokens = super().collect(Ticket(ticket.plan, slot))
+        self._free[-1] = ticket.slot
+        return tokens
+
+
+class FreedAtLaunch(Mutant):
+    """A slot is free as soon as its step is launched, and the next step takes it at once.
+
+    With a first-in-first-out free list and as many slots as the depth this would be harmless, for the loop collects
+    step n before it launches step n + depth; nothing but that stands between it and a race.
+    """
+
+    def launch(self, plan: Plan) -> Ticket:
+        ticket = super().launch(plan)
+        assert ticket.slot is not None
+        self._free.appendleft(ticket.slot)
+        return ticket
+
+    def collect(self, ticket: Ticket) -> IntArray:
+        try:
+            return super().collect(ticket)
+        finally:
+            self._free.pop()
+
+
+class OneSlotTwice(Mutant):
+    """Two steps in flight have the same slot object."""
+
+    def __init__(self, device: Device, runner: StepRunner, limits: Limits, num_slots: int, edit: Edit) -> None:
+        super().__init__(device, runner, limits, 1, edit)
+        self._free = deque([self._free[0]] * num_slots)
+
+
+class HostWritesAfterLaunch(Mutant):
+    """The host clears its buffer as soon as the step is launched."""
+
+    def launch(self, plan: Plan) -> Ticket:
+        ticket = super().launch(plan)
+        assert ticket.slot is not None
+        self._device.touch("clear", writes=(ticket.slot.host_in,))
+        ticket.slot.host_in.array[:] = 0
+        return ticket
+
+
+def sharing(field: str) -> type[Mutant]:
+    """The slots have this buffer or event in common, and the rest of their own."""
+
+    class Sharing(Mutant):
+        def __init__(self, device: Device, runner: StepRunner, limits: Limits, num_slots: int, edit: Edit) -> None:
+            super().__init__(device, runner, limits, num_slots, edit)
+            shared = getattr(self._free[0], field)
+            self._free = deque(replace(slot, **{field: shared}) for slot in self._free)
+
+    return Sharing
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mutant, and which of the detectors see it."""
+
+    name: str
+    make: type[Mutant] = Mutant
+    edit: Callable[[], Edit] = lambda: keep  # made anew for each run: an edit may count steps
+    race: bool = True  # the checker raises, whatever the timing
+    tokens: bool = True  # under some seed the tokens are wrong
+    stall: bool = False  # a step comes back only after the next one has run too
+
+
+MISTAKES = [
+    # each wait and each record of the script left out
+    Mistake("compute does not wait for h2d_over", edit=lambda: drop("compute", "wait")),
+    Mistake("d2h does not wait for compute_over", edit=lambda: drop("d2h", "wait")),
+    Mistake("collect does not synchronize with d2h_over", NoSynchronize),
+    Mistake("h2d_over is never recorded", edit=lambda: drop("h2d", "record")),
+    Mistake("compute_over is never recorded", edit=lambda: drop("compute", "record")),
+    Mistake("d2h_over is never recorded", edit=lambda: drop("d2h", "record")),
+    # recorded at the wrong point, or on the wrong stream
+    Mistake("h2d_over is recorded before the copy", edit=lambda: early("h2d")),
+    Mistake("compute_over is recorded before the compute", edit=lambda: early("compute")),
+    Mistake("d2h_over is recorded before the copy", edit=lambda: early("d2h")),
+    Mistake("h2d_over is recorded on compute", edit=lambda: moved("h2d", "record", "compute")),
+    Mistake("h2d_over is recorded on d2h", edit=lambda: moved("h2d", "record", "d2h")),
+    Mistake("compute_over is recorded on h2d", edit=lambda: moved("compute", "record", "h2d")),
+    Mistake("compute_over is recorded on d2h", edit=lambda: moved("compute", "record", "d2h")),
+    Mistake("d2h_over is recorded on compute", edit=lambda: moved("d2h", "record", "compute")),
+    Mistake("d2h_over is recorded on h2d", edit=lambda: moved("d2h", "record", "h2d")),
+    # the wrong stream holds back
+    Mistake("h2d waits for h2d_over instead of compute", edit=lambda: moved("compute", "wait", "h2d")),
+    Mistake("compute waits for compute_over instead of d2h", edit=lambda: moved("d2h", "wait", "compute")),
+    # two compute streams: rows and KV blocks have no order any more
+    Mistake("odd steps compute on h2d", edit=lambda: odd_steps_compute_on("h2d")),
+    Mistake("odd steps compute on d2h", edit=lambda: odd_steps_compute_on("d2h")),
+    # what belongs to one step belongs to two
+    Mistake("one slot is used by two steps in flight", OneSlotTwice),
+    Mistake("a slot is freed at launch", FreedAtLaunch),
+    Mistake("the host writes its buffer after launch", HostWritesAfterLaunch),
+    Mistake("slots share host_in", sharing("host_in")),
+    Mistake("slots share device_in", sharing("device_in")),
+    Mistake("slots share device_out", sharing("device_out")),
+    Mistake("slots share host_out", sharing("host_out")),
+    # Neither the checker nor the tokens can see this one, for waiting too long is no race: collecting step n waits for
+    # step n + 1, so that depth 2 is depth 1 again; and an error of step n is lost. (Sharing h2d_over or compute_over
+    # is no mistake with these semantics: their waits are queued before the next step records them again.)
+    Mistake("slots share d2h_over", sharing("d2h_over"), race=False, tokens=False, stall=True),
+]
+
+
+class CountingRunner:
+    """A runner that counts the steps that have run."""
+
+    def __init__(self, inner: StepRunner) -> None:
+        self._inner = inner
+        self.buffers = inner.buffers
+        self.fill = inner.fill
+        self.num_steps = 0
+
+    def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+        self.num_steps += 1
+        self._inner.step(plan, packed_plan, out)

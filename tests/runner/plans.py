@@ -1,0 +1,66 @@
+"""Plans drawn at random, of any content that the types allow, whether or not a scheduler would make them."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from gapless.core.limits import Limits
+from gapless.core.params import MAX_STOP_IDS, SamplingParams
+from gapless.core.plan import Chunk, Plan, Seat
+from gapless.core.request import int_array
+
+LIMITS = Limits(num_rows=6, num_blocks=30, block_size=4, max_batch_tokens=40, max_model_len=64)
+FLOATS = {"width": 32, "allow_subnormal": False}
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=10,
+        temperature=draw(st.floats(0, 100, **FLOATS)),
+        top_k=draw(st.integers(0, 2**31 - 1)),
+        top_p=draw(st.floats(0, 1, exclude_min=True, **FLOATS)),
+        min_p=draw(st.floats(0, 1, **FLOATS)),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    rows = draw(st.permutations(range(LIMITS.num_rows)))
+    num_decodes = draw(st.integers(0, LIMITS.num_rows))
+    decode_rows, others = rows[:num_decodes], rows[num_decodes:]
+    chunks = [_chunk(draw, row) for row in others[: draw(st.integers(0, len(others)))]]
+    sampling = [chunk.row for chunk in chunks if chunk.samples]
+    token = st.integers(0, 2**31 - 1)
+    seats = [
+        Seat(
+            row=chunk.row,
+            params=draw(sampling_params()),
+            seed=draw(st.integers(-(2**63), 2**63 - 1)),
+            stop_ids=tuple(draw(st.lists(token, max_size=MAX_STOP_IDS))),
+            min_total=draw(st.integers(1, 100)),
+        )
+        for chunk in chunks
+        if draw(st.booleans())
+    ]
+    keys = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 15)), unique=True, max_size=20))
+    blocks = [(row, index, draw(st.integers(0, LIMITS.num_blocks - 1))) for row, index in keys]
+    return Plan(
+        step=1,
+        decode_rows=int_array(decode_rows),
+        chunks=tuple(chunks),
+        seats=tuple(seats),
+        new_blocks=np.array(blocks, np.int32).reshape(-1, 3),
+        sample_rows=int_array([*decode_rows, *sampling]),
+        sample_epochs=np.zeros(num_decodes + len(sampling), np.int64),
+        max_decode_length=0,
+        any_random=False,
+        any_filtered=False,
+        any_min_tokens=False,
+    )
+
+
+def _chunk(draw: st.DrawFn, row: int) -> Chunk:
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6))
+    return Chunk(row, draw(st.integers(1, 9)), draw(st.integers(0, 50)), int_array(tokens), draw(st.booleans()))

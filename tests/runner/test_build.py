@@ -1,0 +1,76 @@
+"""How options, model and machine become sizes, and what is refused because it cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gapless.config import EngineOptions
+from gapless.device import cpu
+from gapless.errors import CapacityError, ConfigError
+from gapless.models.source import resolve as find
+from gapless.runner.build import Resolved, resolve
+from gapless.runner.kv_store import block_bytes
+
+BLOCK_BYTES = 2 * 16 * 2 * 2 * 8 * 4  # layers, tokens, k and v, kv heads, head size, float32
+
+
+def resolved(directory: Path, **options: Any) -> Resolved:
+    values = {"model": str(directory), "device": "cpu", "load_format": "dummy"} | options
+    return resolve(EngineOptions(**values), find(directory))
+
+
+def test_the_size_of_a_block(dummy_dir: Path) -> None:
+    assert block_bytes(2, 16, 2, 8, torch.float32) == BLOCK_BYTES
+    found = resolved(dummy_dir, num_blocks=10)
+    assert (found.limits.num_blocks, found.kv_bytes) == (10, 10 * BLOCK_BYTES)
+
+
+def test_memory_is_counted_in_blocks(dummy_dir: Path) -> None:
+    assert resolved(dummy_dir, kv_memory=5 * BLOCK_BYTES + 1).limits.num_blocks == 5
+    assert resolved(dummy_dir, kv_memory="64KiB").limits.num_blocks == 64 * 1024 // BLOCK_BYTES
+
+
+def test_no_more_blocks_than_all_rows_can_use(dummy_dir: Path) -> None:
+    limits = resolved(dummy_dir, kv_memory="1GiB", max_num_rows=3).limits
+    assert limits.num_blocks == 3 * limits.max_blocks == 3 * 128 // 16
+
+
+def test_not_enough_memory_for_one_block(dummy_dir: Path) -> None:
+    with pytest.raises(CapacityError) as caught:
+        resolved(dummy_dir, kv_memory=BLOCK_BYTES - 1)
+    assert str(caught.value) == (
+        f"the KV cache has {BLOCK_BYTES - 1} bytes, and one block of 16 tokens takes {BLOCK_BYTES}; "
+        "raise kv_memory or lower block_size"
+    )
+
+
+def test_a_machine_without_memory(dummy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "available_memory", lambda: 100)
+    with pytest.raises(CapacityError, match="33 bytes, and one block of 16 tokens takes"):
+        resolved(dummy_dir)
+
+
+def test_every_row_fits_into_a_step(dummy_dir: Path) -> None:
+    limits = resolved(dummy_dir, max_batch_tokens=16, max_num_rows=99).limits
+    assert (limits.num_rows, limits.max_batch_tokens) == (16, 16)
+
+
+def test_the_length_is_the_models_or_less(dummy_dir: Path) -> None:
+    assert resolved(dummy_dir).limits.max_model_len == 128
+    assert resolved(dummy_dir, max_model_len=50).limits.max_model_len == 50
+    with pytest.raises(ConfigError, match="max_model_len 129 is beyond the model's 128 positions"):
+        resolved(dummy_dir, max_model_len=129)
+
+
+def test_the_cache_is_float32_on_a_cpu(dummy_dir: Path) -> None:
+    found = resolved(dummy_dir, dtype="bfloat16")
+    assert (found.dtype, found.kv_dtype, found.device_name) == (torch.bfloat16, torch.float32, "cpu")
+
+
+def test_options_reach_the_limits(dummy_dir: Path) -> None:
+    limits = resolved(dummy_dir, block_size=8, prefix_cache=False, max_batch_tokens=64, max_num_rows=5).limits
+    assert (limits.block_size, limits.prefix_cache, limits.max_batch_tokens, limits.num_rows) == (8, False, 64, 5)

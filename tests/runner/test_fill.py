@@ -1,0 +1,108 @@
+"""What the host packs is what the device reads back."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import LIMITS, plans
+
+from fakes import FakeExecutor, drive, make_limits, make_request
+from gapless.core.plan import Plan
+from gapless.device.cpu import CpuDevice, InlineDriver
+from gapless.runner.fill import SEAT_WIDTH, Packed, Sections, capacity, fill, unpack
+from gapless.runner.row_store import RowStore
+from gapless.runner.runner import spans
+
+JUNK = -77
+
+
+def pack(plan: Plan) -> tuple[Packed, np.ndarray, int]:
+    array = np.full(capacity(LIMITS) + 100, JUNK, np.int32)
+    size = fill(plan, array)
+    return unpack(torch.from_numpy(array), Sections.of(plan)), array, size
+
+
+@given(plans())
+def test_every_section_comes_back(plan: Plan) -> None:
+    packed, array, size = pack(plan)
+    assert (size, bool((array[size:] == JUNK).all())) == (Sections.of(plan).total, True)
+    assert packed.decode_rows.tolist() == plan.decode_rows.tolist()
+    assert packed.chunk_tokens.tolist() == [token for chunk in plan.chunks for token in chunk.tokens.tolist()]
+    places = [(chunk.row, position) for chunk in plan.chunks for position in range(chunk.start, chunk.length)]
+    assert list(zip(packed.chunk_token_rows.tolist(), packed.chunk_positions.tolist(), strict=True)) == places
+    assert packed.chunk_rows.tolist() == [chunk.row for chunk in plan.chunks]
+    assert packed.chunk_starts.tolist() == [chunk.start for chunk in plan.chunks]
+    assert packed.chunk_ends.tolist() == [chunk.length for chunk in plan.chunks]
+    assert packed.sample_rows.tolist() == plan.sample_rows.tolist()
+    assert packed.new_blocks.tolist() == plan.new_blocks.tolist()
+    assert packed.seats.shape == (len(plan.seats), SEAT_WIDTH)
+
+
+@given(plans())
+def test_samples_follow_the_decodes_and_the_ends_of_sampling_chunks(plan: Plan) -> None:
+    packed, _, _ = pack(plan)
+    owners = [*plan.decode_rows.tolist(), *(chunk.row for chunk in plan.chunks for _ in chunk.tokens)]
+    chosen = packed.sample_tokens.tolist()
+    assert [owners[index] for index in chosen] == plan.sample_rows.tolist()
+    last = {row: index for index, row in enumerate(owners)}
+    assert chosen == [last[row] for row in plan.sample_rows.tolist()]
+
+
+@given(plans())
+def test_spans_say_where_the_chunks_lie(plan: Plan) -> None:
+    packed, _, _ = pack(plan)
+    found = spans(plan)
+    assert packed.chunk_offsets.tolist() == [span.offset for span in found]
+    assert [(span.start, span.length) for span in found] == [(chunk.start, chunk.length) for chunk in plan.chunks]
+    ends = [span.offset + span.count for span in found]
+    assert [span.offset for span in found] == [plan.num_decodes, *ends][: len(found)]
+    assert (ends or [plan.num_decodes])[-1] == plan.num_tokens
+
+
+@given(plans())
+def test_the_rows_learn_their_new_owners(plan: Plan) -> None:
+    store = RowStore(CpuDevice(driver=InlineDriver()), LIMITS)
+    packed, _, _ = pack(plan)
+    store.apply(packed)
+    for seat in plan.seats:
+        params = seat.params
+        floats = [float(np.float32(value)) for value in (params.temperature, params.top_p, params.min_p)]
+        assert store.floats[seat.row].tolist() == floats
+        assert (int(store.top_k[seat.row]), int(store.seed[seat.row])) == (params.top_k, seat.seed)
+        assert int(store.min_total[seat.row]) == seat.min_total
+        stops = store.stop_ids[seat.row].tolist()
+        assert stops == [*seat.stop_ids, *[-1] * (len(stops) - len(seat.stop_ids))]
+    for row, index, block in plan.new_blocks.tolist():
+        assert int(store.blocks[row, index]) == block
+    silent = set(range(LIMITS.num_rows)) - {seat.row for seat in plan.seats}
+    assert not store.seed[list(silent)].any()
+
+
+@given(plans(), st.integers(0, 1000))
+def test_the_rows_move_on_by_what_they_were_fed(plan: Plan, first: int) -> None:
+    store = RowStore(CpuDevice(driver=InlineDriver()), LIMITS)
+    store.length[:] = 100
+    store.last_token[:] = JUNK
+    packed, _, _ = pack(plan)
+    store.advance(packed, torch.arange(first, first + plan.num_samples))
+    lengths = dict.fromkeys(range(LIMITS.num_rows), 100)
+    lengths |= dict.fromkeys(plan.decode_rows.tolist(), 101)
+    lengths |= {chunk.row: chunk.length for chunk in plan.chunks}
+    tokens = dict.fromkeys(range(LIMITS.num_rows), JUNK)
+    tokens |= {row: first + number for number, row in enumerate(plan.sample_rows.tolist())}
+    assert dict(enumerate(store.length.tolist()[:-1])) == lengths
+    assert dict(enumerate(store.last_token.tolist()[:-1])) == tokens
+
+
+def test_every_plan_of_a_scheduler_fits_into_a_slot() -> None:
+    """Many requests with one long prefix in common, admitted together: the most table entries that a plan can have."""
+    limits = make_limits(num_rows=32, num_blocks=400, block_size=1, max_batch_tokens=64, max_model_len=60)
+    prefix = list(range(50))
+    first = make_request("first", [*prefix, 1], limits, max_tokens=1)
+    others = [make_request(str(i), [*prefix, i + 1], limits, max_tokens=2) for i in range(31)]
+    run = drive(limits, {0: [first], 3: others})
+    assert isinstance(run.executor, FakeExecutor)
+    assert max(len(plan.new_blocks) for plan in run.executor.launched) > 3 * limits.max_blocks
+    assert max(Sections.of(plan).total for plan in run.executor.launched) <= capacity(limits)

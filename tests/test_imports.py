@@ -1,0 +1,166 @@
+"""The import law: which folder may know of which. docs/layout.md has it as a table, and why."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gapless
+
+ROOT = Path(gapless.__file__).parent
+PACKAGE = "gapless"
+LEAVES = ("errors", "config", "progress")
+VALUES = ("core.params", "core.outcome", "core.request")
+TOP_LEVEL = ("client", "llm", "async_llm", "report", "batch_file", "commands", "cli")
+BENCH = ("bench",)
+
+# who -> what of the package it may import, besides itself; a name stands for all below it
+LAW: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "config": ("errors",),
+    "progress": (),
+    "core": ("errors",),
+    "device": ("errors",),
+    "kernels": (),
+    "attention": ("kernels",),
+    "models": ("errors", "kernels"),
+    "text": ("errors", "models.source", "models.gguf_file"),
+    "runner": (
+        *("core.plan", "core.limits", "core.params", "core.request"),
+        *("device", "attention", "models", "kernels", "config", "errors"),
+    ),
+    "pipeline": ("core", "device", "runner", "models.source", "config", "errors"),
+    **dict.fromkeys(TOP_LEVEL, ("pipeline.engine", "models.source", "text", *VALUES, *TOP_LEVEL, *LEAVES)),
+    "cli": ("pipeline.engine", "models.source", "text", *VALUES, *TOP_LEVEL, *LEAVES, *BENCH),
+    "__init__": ("async_llm", "client", "core.params", "errors", "llm"),
+}
+FREE = BENCH  # takes the engine apart to measure it
+NO_TORCH = ("errors", "config", "progress", "core", "text")
+MAY_SAY_CUDA = ("device/cuda.py", "runner/graphs.py", "runner/graph_kernels.py", "attention/triton.py", "kernels.py")
+
+FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+
+
+def owner(path: Path) -> str:
+    """The folder, or the file at the top level, that a file belongs to."""
+    return path.parts[0] if len(path.parts) > 1 else path.stem
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module that is imported anywhere in a file, in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide who is meant"
+            yield from (origin(node.module or "", alias.name) for alias in node.names)
+
+
+def origin(module: str, name: str) -> str:
+    """The module that `from module import name` depends on."""
+    if module == PACKAGE and name in gapless._HOME:
+        return gapless._HOME[name]
+    return f"{module}.{name}" if is_module(f"{module}.{name}") else module
+
+
+def is_module(name: str) -> bool:
+    if not name.startswith(f"{PACKAGE}."):
+        return False
+    path = ROOT.joinpath(*name.split(".")[1:])
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text("utf-8"))
+
+
+def allowed(who: str, module: str) -> bool:
+    names = (who, *LAW[who])
+    return any(module == name or module.startswith(f"{name}.") for name in names)
+
+
+def of_package(tree: ast.AST) -> set[str]:
+    """What a file imports of the package, without the package's name."""
+    found = {name for name in imports(tree) if name.split(".")[0] == PACKAGE}
+    return {name.removeprefix(PACKAGE).removeprefix(".") or "__init__" for name in found}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if owner(p) not in FREE], ids=str)
+def test_a_file_imports_what_its_folder_may(path: Path) -> None:
+    who = owner(path)
+    assert who in LAW, f"{who} is new: give it a line in LAW and in docs/layout.md"
+    forbidden = {name for name in of_package(parse(path)) if not allowed(who, name) and name != "__init__"}
+    assert not forbidden, f"{path} imports {sorted(forbidden)}; {who} may import {LAW[who]}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if owner(p) in NO_TORCH], ids=str)
+def test_no_torch(path: Path) -> None:
+    assert "torch" not in {name.split(".")[0] for name in imports(parse(path))}
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_cuda_is_said_in_few_places(path: Path) -> None:
+    if path.as_posix() in MAY_SAY_CUDA:
+        return
+    tree = parse(path)
+    said = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node.value) == "torch"
+    ]
+    imported = {name for name in imports(tree) if name.startswith("torch.cuda")}
+    assert not said, f"{path}: torch.cuda in line {said}"
+    assert not imported
+    assert not any(
+        isinstance(node, ast.ImportFrom) and node.module == "torch" and "cuda" in {alias.name for alias in node.names}
+        for node in ast.walk(tree)
+    )
+
+
+def test_everybody_has_a_line_in_the_law() -> None:
+    assert {owner(path) for path in FILES} <= {*LAW, *FREE}
+
+
+@pytest.mark.parametrize(
+    ("who", "source", "found"),
+    [
+        ("core", "import gapless.runner.fill", {"runner.fill"}),
+        ("core", "from gapless import device", {"device"}),
+        ("core", "from gapless import LLM", {"llm"}),
+        ("device", "from gapless.core.plan import Plan", {"core.plan"}),
+        ("runner", "def f():\n    from gapless.core.scheduler import Scheduler", {"core.scheduler"}),
+        ("pipeline", "from gapless.text.tokenizer import Tokenizer", {"text.tokenizer"}),
+        ("text", "if X:\n    from gapless.pipeline.engine import Engine", {"pipeline.engine"}),
+        ("llm", "from gapless.core import scheduler", {"core.scheduler"}),
+        ("runner", "from gapless.core.plan import Plan\nfrom gapless.core import limits", set()),
+    ],
+)
+def test_the_law_is_applied(who: str, source: str, found: set[str]) -> None:
+    assert {name for name in of_package(ast.parse(source)) if not allowed(who, name)} == found
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ["gapless", "gapless.config", "gapless.errors", "gapless.cli"],
+        [f"gapless.core.{path.stem}" for path in FILES if path.parts[0] == "core" and path.stem != "__init__"],
+        [f"gapless.text.{path.stem}" for path in FILES if path.parts[0] == "text" and path.stem != "__init__"],
+    ],
+    ids=["top", "core", "text"],
+)
+def test_torch_is_not_loaded_by(modules: list[str]) -> None:
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_package_exports_what_it_says() -> None:
+    for name in gapless.__all__:
+        assert getattr(gapless, name) is not None
+    assert set(gapless._HOME) | {"__version__"} == set(gapless.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        _ = gapless.Nonsense
