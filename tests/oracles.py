@@ -52,6 +52,25 @@ def sample(logits: np.ndarray, params: SamplingParams, seed: int, place: int, fo
     return int(np.searchsorted(mass, uniform(seed, place) * mass[-1], side="right"))
 
 
+def is_clear(logits: np.ndarray, params: SamplingParams, seed: int, place: int, forbidden: Sequence[int] = ()) -> bool:
+    """False where float32 may rightly come to another token: a draw or a cut-off within 1e-6 of a boundary."""
+    if params.temperature == 0:
+        return True
+    logits = logits.astype(np.float64).copy()
+    logits[list(forbidden)] = -np.inf
+    mass = np.cumsum(distribution(logits, params))
+    return is_clear_cut(logits / params.temperature, params) and np.abs(mass - uniform(seed, place)).min() > 1e-6
+
+
+def is_clear_cut(scaled: np.ndarray, params: SamplingParams) -> bool:
+    """False where top-p or min-p cut within 1e-6 of a token's share."""
+    ordered = -np.sort(-scaled)
+    probs = _softmax(ordered[: params.top_k] if params.top_k else ordered)
+    shares = _softmax(ordered) / _softmax(ordered).max()
+    clear_p = params.top_p == 1 or np.abs(np.cumsum(probs) - probs - params.top_p).min() > 1e-6
+    return bool(clear_p and (params.min_p in (0, 1) or np.abs(shares - params.min_p).min() > 1e-6))
+
+
 def _softmax(values: np.ndarray) -> np.ndarray:
     powers = np.exp(values - values.max())
     return powers / powers.sum()

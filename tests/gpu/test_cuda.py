@@ -103,14 +103,6 @@ def test_no_hidden_synchronization(model_dir: Path, prompts: list[list[int]]) ->
     assert [completion.error for completion in found] == [None] * len(prompts)
 
 
-def test_draws_do_not_depend_on_the_batch(model_dir: Path, prompts: list[list[int]]) -> None:
-    params = SamplingParams(max_tokens=32, temperature=0.8, seed=5, ignore_eos=True)
-    with LLM(model_dir, dtype="float32", device="cuda", depth=2) as llm:
-        together = [completion.token_ids for completion in llm.generate(prompts, params)]
-        fewer = [completion.token_ids for completion in llm.generate(prompts[:7], params)]
-    assert fewer == together[:7]
-
-
 def test_decode_steps_come_from_graphs(model_dir: Path, prompts: list[list[int]]) -> None:
     with LLM(model_dir, dtype="bfloat16", device="cuda", depth=2) as llm:
         llm.generate(prompts, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True))
