@@ -164,3 +164,12 @@ def test_the_package_exports_what_it_says() -> None:
     assert set(gapless._HOME) | {"__version__"} == set(gapless.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         _ = gapless.Nonsense
+
+
+def test_the_cpu_path_needs_no_triton() -> None:
+    """Triton comes with torch's CUDA builds only; a plain installation does without."""
+    code = (
+        "import sys; sys.modules['triton'] = None; import gapless.runner.build, gapless.llm, gapless.async_llm;"
+        "import gapless.attention.reference, gapless.models.loader, gapless.bench.host"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,9 +22,11 @@ from gapless.models.config import ModelConfig
 from gapless.models.llama import CausalLM
 from gapless.models.loader import load_config, load_model
 from gapless.models.source import ModelSource
-from gapless.runner.graphs import GraphRunner
 from gapless.runner.kv_store import KVStore, block_bytes
 from gapless.runner.runner import Runner
+
+if TYPE_CHECKING:
+    from gapless.runner.graphs import GraphRunner
 
 Progress = Callable[[int, int], None]
 
@@ -90,6 +93,8 @@ def build(options: EngineOptions, source: ModelSource, progress: Progress | None
     attention = _attention(device, kv, config, resolved.limits)
     runner = Runner(device, resolved.limits, model, kv, attention)
     if device.torch_device.type in GRAPH_DEVICES:
+        from gapless.runner.graphs import GraphRunner  # needs Triton, which only GPU installations have
+
         return Built(resolved, device, GraphRunner(runner, model, attention, resolved.limits, progress))
     return Built(resolved, device, runner)
 
