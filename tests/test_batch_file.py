@@ -25,6 +25,8 @@ def test_good_lines() -> None:
     [
         ('{"prompt": "a"', "line 1: not JSON"),
         ('["prompt"]', "must be an object, got list"),
+        ("[" * 100_000, "line 1: not JSON that can be read"),
+        ('{"prompt": "a", "seed": ' + "1" * 5000 + "}", "line 1: not JSON that can be read"),
         ('{"id": "x"}', "either 'prompt' or 'messages'"),
         ('{"prompt": "a", "messages": []}', "either 'prompt' or 'messages'"),
         ('{"prompt": "a", "id": [1]}', "id must be text or a whole number, got [1]"),

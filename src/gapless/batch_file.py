@@ -54,6 +54,8 @@ def _parse(raw: str, number: int, index: int) -> Line | BadLine:
         value = json.loads(raw)
     except json.JSONDecodeError as error:
         return BadLine(index, index, f"line {number}: not JSON: {error.msg} at column {error.colno}")
+    except (ValueError, RecursionError) as error:  # a number or a nesting without end
+        return BadLine(index, index, f"line {number}: not JSON that can be read: {error}")
     if not isinstance(value, dict):
         return BadLine(index, index, f"line {number}: must be an object, got {type(value).__name__}")
     given = value.pop("id", None)

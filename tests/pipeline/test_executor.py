@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -103,6 +103,24 @@ def test_a_step_that_raises_fails_alone_and_frees_its_slot(device: CpuDevice) ->
     assert len(executor.collect(tickets[1])) == 1  # ran, though on rows that step 1 left as they were
     for plan in plans:  # both slots are back
         executor.launch(plan)
+
+
+def test_a_step_that_raises_while_it_is_queued_fails_at_collect(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA runs a step's Python code in `launch`; what it raises there is the step's own failure too."""
+    executor = LocalExecutor(device, toy_runner(device, LIMITS), LIMITS, 2)
+    _, plans = two_plans()
+
+    def run_at_once(fn: Callable[[], None], label: str, **buffers: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device.compute, "run", run_at_once)
+        ticket = executor.launch(plans[0])
+    with pytest.raises(StepFailed, match="step 1 failed on the device: out of memory"):
+        executor.collect(ticket)
+    executor.collect(executor.launch(plans[1]))  # the slot came back, and the device goes on
 
 
 def test_a_race_is_our_bug_and_no_failed_step(device: CpuDevice) -> None:

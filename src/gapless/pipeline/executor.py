@@ -28,6 +28,7 @@ class Ticket:
 
     plan: Plan
     slot: Slot | None  # None where an executor needs none
+    error: Exception | None = None  # raised while the step was queued, on devices that run it then
 
 
 class Executor(Protocol):
@@ -84,21 +85,29 @@ class LocalExecutor:
         device.h2d.record(slot.h2d_over)
 
         device.compute.wait(slot.h2d_over)
-        device.compute.run(
-            compute, f"compute {plan.step}", reads=(slot.device_in,), writes=(slot.device_out, *runner.buffers)
-        )
+        failure = None
+        try:
+            device.compute.run(
+                compute, f"compute {plan.step}", reads=(slot.device_in,), writes=(slot.device_out, *runner.buffers)
+            )
+        except GaplessError:
+            raise
+        except Exception as error:
+            failure = error
         device.compute.record(slot.compute_over)
 
         device.d2h.wait(slot.compute_over)
         device.d2h.run(copy_out, f"copy out {plan.step}", reads=(slot.device_out,), writes=(slot.host_out,))
         device.d2h.record(slot.d2h_over)
-        return Ticket(plan, slot)
+        return Ticket(plan, slot, failure)
 
     def collect(self, ticket: Ticket) -> IntArray:
         slot = ticket.slot
         assert slot is not None
         try:
             slot.d2h_over.synchronize()
+            if ticket.error is not None:
+                raise ticket.error
             self._device.touch(f"collect {ticket.plan.step}", reads=(slot.host_out,))
             tokens: IntArray = slot.host_out.array[: ticket.plan.num_samples].copy()
         except GaplessError:
