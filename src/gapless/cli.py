@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gapless import __version__
+from gapless.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from gapless.config import EngineOptions, log_level
 from gapless.core.params import SamplingParams
 from gapless.errors import GaplessError
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 SAMPLING_HELP = {
     "max_tokens": "most tokens to generate",
     "min_tokens": "no end-of-sequence or stop token before this many",

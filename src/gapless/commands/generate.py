@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 
+from gapless.commands import EXIT_FAILED
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
 from gapless.llm import LLM
@@ -29,6 +30,6 @@ def generate(args: argparse.Namespace, options: EngineOptions, params: SamplingP
         assert completion is not None
         if completion.error is not None:
             print(f"gapless: {completion.error}", file=sys.stderr)
-            return 1
+            return EXIT_FAILED
         print(overlap_line(llm.stats() - before, llm.engine), file=sys.stderr)
     return 0

@@ -13,6 +13,7 @@ from typing import Any
 from gapless import batch_file
 from gapless.batch_file import BadLine, Line, Record, ResultFile
 from gapless.client import Job
+from gapless.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
 from gapless.errors import InvalidRequest
@@ -20,8 +21,6 @@ from gapless.llm import LLM
 from gapless.pipeline.engine import derive_seed
 from gapless.progress import Bar, progress_bar
 from gapless.report import overlap_line
-
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
 
 class Results:
