@@ -1,7 +1,8 @@
 """What all Triton kernels share: how they are launched.
 
 Programmatic dependent launch lets a kernel come in while the one before it still runs; a kernel that is launched so
-waits (`gdc_wait`) before it touches memory, and says (`gdc_launch_dependents`) from when on the next may come.
+waits (`gdc_wait`) before it touches what that one writes, and says (`gdc_launch_dependents`) from when on the next may
+come. What nobody writes, weights above all, it may ask for before it waits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 
 @cache
@@ -17,3 +20,12 @@ def early() -> dict[str, Any]:
     """Launch arguments of a kernel that has the two calls: on where the GPU knows them (Hopper and later)."""
     known = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
     return {"EARLY": True, "launch_pdl": True} if known else {"EARLY": False}
+
+
+@triton.jit
+def prefetch(address, size):
+    """Have memory brought into the second-level cache: `size` bytes, a multiple of 16, from each address."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [address, size],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

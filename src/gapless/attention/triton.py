@@ -81,14 +81,15 @@ def _decode(
     i = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    length = tl.load(lengths + i)
+    length = tl.load(lengths + i)  # known since the step began
     table = blocks + tl.load(rows + i) * table_stride
     share = tl.cdiv(tl.cdiv(length, NUM_SPLITS), BLOCK_N) * BLOCK_N
     num_parts = tl.cdiv(length, share)  # short rows leave some splits without work
     begin = split * share
     end = tl.minimum(begin + share, length)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if split < num_parts:
         total_heads: tl.constexpr = NUM_KV * (GROUP + 2)
         group = tl.arange(0, BLOCK_G)
@@ -131,9 +132,6 @@ def _decode(
             total = total * fade + tl.sum(weight, axis=1)
             acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
             top = new_top
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
-
         out_at = out + (i * NUM_KV * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
         if num_parts == 1:
             tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=head_mask)

@@ -14,10 +14,26 @@ import torch
 import triton
 import triton.language as tl
 
-from gapless.kernels import early
+from gapless.kernels import early, prefetch
 
 MAX_ROWS = 64  # beyond that cuBLAS is ahead
 SQUARES_TILES = 512  # column tiles of a residual at most
+ASKS = 128  # pieces of its weights that a program asks for before it waits
+
+
+@triton.jit
+def _ask_for_weights(
+    weight, tile, split,
+    K: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, ASK_BYTES: tl.constexpr, ASKS: tl.constexpr,
+):  # fmt: skip
+    """The beginnings of this program's rows of the weight, `ASK_BYTES` of them in all."""
+    asks_a_row: tl.constexpr = ASKS // BLOCK_N
+    number_bytes: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    size: tl.constexpr = min(ASK_BYTES // ASKS, PART * number_bytes // asks_a_row)
+    ask = tl.arange(0, ASKS)
+    row = (tile * BLOCK_N + ask // asks_a_row).to(tl.int64)
+    at = (row * K + split * PART) * number_bytes + (ask % asks_a_row) * size
+    prefetch(weight.to(tl.int64) + at, tl.full([ASKS], size, tl.int32))
 
 
 @triton.jit
@@ -25,9 +41,12 @@ def _product(
     x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, MAX_SQUARES: tl.constexpr,
-    EARLY: tl.constexpr,
+    ASK_BYTES: tl.constexpr, ASKS: tl.constexpr, FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of columns, over one part of the inner dimension. GATED: gate rows, then up rows, in the weight."""
+    """One tile of columns, over one part of the inner dimension. GATED: gate rows, then up rows, in the weight.
+
+    FIRST: the next kernel may come in at once, not only when the weights are read.
+    """
     tile = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
@@ -37,6 +56,11 @@ def _product(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if EARLY:
+        _ask_for_weights(weight, tile, split, K, part_size, BLOCK_N, ASK_BYTES, ASKS)
+        if GATED:
+            _ask_for_weights(weight + N * K, tile, split, K, part_size, BLOCK_N, ASK_BYTES, ASKS)
+        if FIRST:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # all that came before is written from here on
     for start in range(split * part_size, (split + 1) * part_size, BLOCK_K):
         a = tl.load(x + row[:, None] * K + (start + inner)[None, :], mask=(row < num_rows)[:, None], other=0.0)
@@ -45,7 +69,7 @@ def _product(
         if GATED:
             up = tl.load(weight + (N + column)[:, None].to(tl.int64) * K + (start + inner)[None, :])
             acc_up = tl.dot(a, tl.trans(up), acc_up)
-    if EARLY:
+    if EARLY and not FIRST:
         tl.extra.cuda.gdc_launch_dependents()  # the next kernel may come in and wait
 
     is_last = True
@@ -129,6 +153,11 @@ def embed(ids: torch.Tensor, table: torch.Tensor, workspace: Workspace) -> torch
     return out
 
 
+def ask_bytes(inner: int) -> int:
+    """What a program asks for ahead: measured, twice as much where kernels are short."""
+    return 8192 if inner >= 4096 else 16384
+
+
 def product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -154,6 +183,7 @@ def product(
         N=columns, K=inner, BLOCK_M=block_rows(num_rows), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
         SPLITS=tiling.splits, NORM=num_squares > 0, GATED=gated, ADD=add_to is not None,
         MAX_SQUARES=triton.next_power_of_2(max(num_squares, 1)),
+        ASK_BYTES=ask_bytes(inner), ASKS=ASKS, FIRST=not gated and add_to is None,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **early(),
     )  # fmt: skip
     return out

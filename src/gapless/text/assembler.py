@@ -17,6 +17,7 @@ class Assembler:
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._stops = len(stop) > 0
         self._matcher = StopMatcher(stop)
         self._parts: list[str] = []
         self.token_ids: list[int] = []
@@ -30,6 +31,9 @@ class Assembler:
         """Text that can be shown now. Tokens after a stop string was found are dropped."""
         if self.stop is not None:
             return ""
+        if not self._stops:
+            self.token_ids.extend(tokens)
+            return self._show(self._detokenizer.push(list(tokens)) if self._detokenizer else "")
         shown = []
         for token in tokens:
             self.token_ids.append(token)
