@@ -48,6 +48,7 @@ class EngineOptions:
     seed: int = _option(0, "where the seeds of requests without one come from")
     load_format: Literal["auto", "dummy"] = _option("auto", "auto, or dummy: random weights, needs only a config.json")
     prefix_cache: bool = _option(True, "reuse the KV cache of prompts that begin alike")
+    batch_invariant: bool = _option(False, "same bits for a request whoever else is in the batch (slower on a GPU)")
     num_threads: int | None = _option(None, "CPU threads of the model; default: one a core")
     check: bool = _option(False, "check every overlap of streams and every invariant (slow)")
     interleave: int | None = _option(None, "a seed: run the streams in any order that events allow (CPU, slow)")
@@ -63,7 +64,7 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 1, high)
         _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("prefix_cache", "check"):
+        for name in ("prefix_cache", "batch_invariant", "check"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.interleave is not None:

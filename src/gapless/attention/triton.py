@@ -6,6 +6,7 @@ heads packed into one tile, the last split to finish adds up the parts), and for
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -237,12 +238,35 @@ def _prefill(
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Chunks of tokens, each over its own row. The first four are tensors [num_chunks] on the device."""
+
+    rows: torch.Tensor
+    offsets: torch.Tensor  # of its first token in the batch
+    starts: torch.Tensor  # position of that token in the row
+    ends: torch.Tensor  # the row's length after the step
+    first: int  # token of the batch
+    count: int  # of tokens, in all chunks
+    longest: int
+
+
 class TritonAttention:
     """Attention over `pools`, one for each layer: [num_slots, 2 * num_kv_heads, head_dim], k heads before v heads."""
 
     def __init__(
-        self, pools: list[torch.Tensor], block_size: int, num_heads: int, scale: float, num_rows: int, num_cores: int
+        self,
+        pools: list[torch.Tensor],
+        block_size: int,
+        num_heads: int,
+        scale: float,
+        num_rows: int,
+        num_cores: int,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
+        """batch_invariant: decode rows are chunks of one token, so a token's sums never depend on who came along."""
+        self._batch_invariant = batch_invariant
         self._pools = pools
         self._block_size = block_size
         self._num_heads = num_heads
@@ -272,13 +296,15 @@ class TritonAttention:
         return splits
 
     def begin(self, batch: AttentionBatch) -> Attend:
+        parts = self._chunks(batch)
+
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
             pool = self._pools[layer]
             out = torch.empty(len(heads), self._num_heads, self._head_dim, dtype=heads.dtype, device=heads.device)
-            if batch.num_decodes:
+            if batch.num_decodes and not self._batch_invariant:
                 self._attend_decodes(pool, heads, rotation, out, batch)
-            if batch.chunks:
-                self._attend_chunks(pool, heads, rotation, out, batch)
+            for chunks in parts:
+                self._attend_chunks(pool, heads, rotation, out, batch, chunks)
             return out.view(len(heads), -1)
 
         return attend
@@ -301,15 +327,44 @@ class TritonAttention:
             **self._shape(), **early(),
         )  # fmt: skip
 
+    def _chunks(self, batch: AttentionBatch) -> list[Chunks]:
+        """What the prefill kernel takes."""
+        found = []
+        count = batch.num_decodes
+        if self._batch_invariant and count:
+            ends = batch.decode_lengths
+            offsets = torch.arange(count, device=ends.device)
+            found.append(Chunks(batch.decode_rows, offsets, ends - 1, ends, first=0, count=count, longest=1))
+        if batch.chunks:
+            longest = max(span.count for span in batch.chunks)
+            total = sum(span.count for span in batch.chunks)
+            found.append(
+                Chunks(
+                    batch.chunk_rows,
+                    batch.chunk_offsets,
+                    batch.chunk_starts,
+                    batch.chunk_ends,
+                    first=count,
+                    count=total,
+                    longest=longest,
+                )
+            )
+        return found
+
     def _attend_chunks(
-        self, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor, batch: AttentionBatch
+        self,
+        pool: torch.Tensor,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        out: torch.Tensor,
+        batch: AttentionBatch,
+        chunks: Chunks,
     ) -> None:
-        """The rotation kernel takes the chunks' tokens, which lie behind the decodes'."""
-        first = batch.num_decodes
-        q = self._store(heads[first:], rotation, pool, batch.slots[first:], first)
-        longest = max(span.count for span in batch.chunks)
-        _prefill[(triton.cdiv(longest, PREFILL_BLOCK_M), self._num_heads, len(batch.chunks))](
-            q, pool, batch.blocks, batch.chunk_rows, batch.chunk_offsets, batch.chunk_starts, batch.chunk_ends, out,
+        """The rotation kernel takes the chunks' tokens, which lie side by side."""
+        first, end = chunks.first, chunks.first + chunks.count
+        q = self._store(heads[first:end], rotation, pool, batch.slots[first:end], first)
+        _prefill[(triton.cdiv(chunks.longest, PREFILL_BLOCK_M), self._num_heads, len(chunks.rows))](
+            q, pool, batch.blocks, chunks.rows, chunks.offsets, chunks.starts, chunks.ends, out,
             self._scale, batch.blocks.stride(0), first,
             NUM_HEADS=self._num_heads, NUM_KV=self._num_kv_heads,
             BLOCK_SIZE=self._block_size, BLOCK_M=PREFILL_BLOCK_M, BLOCK_N=64, num_warps=4, num_stages=2,

@@ -66,11 +66,14 @@ class Gate:
     up_bias: Tensor | None
 
 
-def layers_for(device: torch.device, dtype: torch.dtype) -> Layers:
-    """The implementation for this device and dtype."""
+def layers_for(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool = False) -> Layers:
+    """The implementation for this device and dtype; `batch_invariant`: a row's result does not depend on the others."""
     if device.type == "cuda":
-        from gapless.models.skinny_layers import SkinnyLayers  # needs Triton, which only GPU installations have
+        from gapless.models.fixed import fixed_product  # these need Triton, which only GPU installations have
+        from gapless.models.skinny_layers import SkinnyLayers
 
+        if batch_invariant:
+            return SkinnyLayers(device, fused=False, plain=fixed_product)
         return SkinnyLayers(device, fused=dtype != torch.float32)
     return PlainLayers()
 

@@ -26,11 +26,18 @@ class CausalLM:
 
     __slots__ = ("config", "embed", "head", "layers", "norm", "rotary")
 
-    def __init__(self, config: ModelConfig, read: ReadWeight, max_positions: int | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        read: ReadWeight,
+        max_positions: int | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
         """max_positions: how many positions the rope table holds, all of the config's unless given."""
         self.config = config
         table = read(_EMBEDDING)
-        make = layers_for(table.device, table.dtype)
+        make = layers_for(table.device, table.dtype, batch_invariant=batch_invariant)
         self.embed = make.embed(table)
         self.layers = [DecoderLayer(config, index, read, make) for index in range(config.num_layers)]
         self.norm = make.norm(Norm(read(_NORM), config.rms_norm_eps))

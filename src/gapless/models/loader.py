@@ -42,6 +42,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     max_positions: int | None = None,
+    batch_invariant: bool = False,
     progress: Progress | None = None,
 ) -> CausalLM:
     """Reads weights one at a time onto the device; `seed` counts for dummy weights, which need no weight files."""
@@ -50,7 +51,7 @@ def load_model(
     _check_shapes(weights, expected, source)
     reader = _Reader(weights, len(expected), dtype, device, progress)
     with torch.inference_mode():
-        return CausalLM(config, reader, max_positions)
+        return CausalLM(config, reader, max_positions, batch_invariant=batch_invariant)
 
 
 def _open_weights(

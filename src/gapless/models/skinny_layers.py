@@ -38,11 +38,15 @@ def choose_tiling(num_rows: int, columns: int, inner: int, *, gated: bool = Fals
     return Tiling(block_n, block_k, min(splits, 8), num_stages=num_stages)
 
 
-class SkinnyLayers:
-    """Makes the parts. Without `fused`, all products are cuBLAS's (float32 has no fused kernels)."""
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [m, in], weight [out, in], bias [out] -> [m, out]
 
-    def __init__(self, device: torch.device, *, fused: bool) -> None:
+
+class SkinnyLayers:
+    """Makes the parts. Without `fused`, all products are plain ones (float32 has no fused kernels)."""
+
+    def __init__(self, device: torch.device, *, fused: bool, plain: Product = F.linear) -> None:
         self._fused = fused
+        self._plain = plain
         self._workspace = Workspace(device)
 
     def embed(self, table: Tensor) -> Callable[[Tensor], Hidden]:
@@ -57,20 +61,20 @@ class SkinnyLayers:
         return lambda hidden: rms_norm(hidden.values, norm.weight, norm.eps, hidden.addend)
 
     def norm_linear(self, norm: Norm, weight: Tensor, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
-        return SkinnyNormed(norm, _fold(weight, norm), bias, self._workspace)
+        return SkinnyNormed(norm, _fold(weight, norm), bias, self._workspace, self._plain)
 
     def norm_gated(self, norm: Norm, gate: Gate) -> Callable[[Hidden], Tensor]:
         bias = None if gate.gate_bias is None or gate.up_bias is None else torch.cat((gate.gate_bias, gate.up_bias))
         weight = _fold(torch.cat((gate.gate, gate.up)), norm)
-        return SkinnyNormed(norm, weight, bias, self._workspace, gated=True)
+        return SkinnyNormed(norm, weight, bias, self._workspace, self._plain, gated=True)
 
     def add_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Hidden], Hidden]:
-        return SkinnyAdded(weight, bias, self._workspace, fused=self._fused)
+        return SkinnyAdded(weight, bias, self._workspace, self._plain, fused=self._fused)
 
     def linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         def apply(x: Tensor) -> Tensor:
             tiling = choose_tiling(len(x), *weight.shape) if self._fused and len(x) <= MAX_ROWS else None
-            return F.linear(x, weight) if tiling is None else product(x, weight, self._workspace, tiling)
+            return self._plain(x, weight, None) if tiling is None else product(x, weight, self._workspace, tiling)
 
         return apply
 
@@ -79,12 +83,20 @@ class SkinnyNormed:
     """A norm and a product, with SiLU and the gate where there is one."""
 
     def __init__(
-        self, norm: Norm, weight: Tensor, bias: Tensor | None, workspace: Workspace, *, gated: bool = False
+        self,
+        norm: Norm,
+        weight: Tensor,
+        bias: Tensor | None,
+        workspace: Workspace,
+        plain: Product,
+        *,
+        gated: bool = False,
     ) -> None:
         self._ones = torch.ones_like(norm.weight)
         self._eps = norm.eps
         self._weight, self._bias = weight, bias
         self._workspace = workspace
+        self._plain = plain
         self._gated = gated
 
     def __call__(self, hidden: Hidden) -> Tensor:
@@ -102,23 +114,26 @@ class SkinnyNormed:
                 eps=self._eps,
                 gated=self._gated,
             )
-        found = F.linear(rms_norm(x, self._ones, self._eps, hidden.addend), self._weight, self._bias)
+        found = self._plain(rms_norm(x, self._ones, self._eps, hidden.addend), self._weight, self._bias)
         return silu_mul(found) if self._gated else found
 
 
 class SkinnyAdded:
     """A product, added to the stream in place, now or by the next norm. The norm since has added any addend before."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, workspace: Workspace, *, fused: bool) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, workspace: Workspace, plain: Product, *, fused: bool
+    ) -> None:
         self._weight, self._bias = weight, bias
         self._workspace = workspace
+        self._plain = plain
         self._fused = fused
 
     def __call__(self, x: Tensor, hidden: Hidden) -> Hidden:
         fits = self._fused and self._bias is None and len(x) <= MAX_ROWS
         tiling = choose_tiling(len(x), *self._weight.shape) if fits else None
         if tiling is None:
-            return Hidden(hidden.values, addend=F.linear(x, self._weight, self._bias))
+            return Hidden(hidden.values, addend=self._plain(x, self._weight, self._bias))
         product(x, self._weight, self._workspace, tiling, add_to=hidden.values)
         return Hidden(hidden.values, num_squares=triton.cdiv(len(self._weight), tiling.block_n))
 

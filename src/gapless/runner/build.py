@@ -23,7 +23,8 @@ from gapless.models.llama import CausalLM
 from gapless.models.loader import load_config, load_model
 from gapless.models.source import ModelSource
 from gapless.runner.kv_store import KVStore, block_bytes
-from gapless.runner.runner import Runner
+from gapless.runner.runner import Runner, Sampler
+from gapless.runner.sampler import sample
 
 if TYPE_CHECKING:
     from gapless.runner.graphs import GraphRunner
@@ -85,13 +86,14 @@ def build(options: EngineOptions, source: ModelSource, progress: Progress | None
         load_format=options.load_format,
         seed=options.seed,
         max_positions=_max_model_len(options, config),
+        batch_invariant=options.batch_invariant,
         progress=progress,
     )
     num_rows, num_tokens = _sizes(options, device)
     resolved = _resolve(options, config, device, partial(_dry_run, model, config, device, num_rows, num_tokens))
     kv = _kv_store(device, config, resolved)
-    attention = _attention(device, kv, config, resolved.limits)
-    runner = Runner(device, resolved.limits, model, kv, attention)
+    attention = _attention(device, kv, config, resolved.limits, options.batch_invariant)
+    runner = Runner(device, resolved.limits, model, kv, attention, _sampler(device))
     if device.torch_device.type in GRAPH_DEVICES:
         from gapless.runner.graphs import GraphRunner  # needs Triton, which only GPU installations have
 
@@ -144,23 +146,37 @@ def _kv_store(device: Device, config: ModelConfig, resolved: Resolved) -> KVStor
     )
 
 
-def _reference(device: Device, kv: KVStore, config: ModelConfig, limits: Limits) -> Attention:
+def _reference(device: Device, kv: KVStore, config: ModelConfig, limits: Limits, batch_invariant: bool) -> Attention:
     from gapless.attention.reference import ReferenceAttention
 
     return ReferenceAttention(kv.pools, limits.block_size, config.num_heads, config.head_dim**-0.5)
 
 
-def _triton(device: Device, kv: KVStore, config: ModelConfig, limits: Limits) -> Attention:
+def _triton(device: Device, kv: KVStore, config: ModelConfig, limits: Limits, batch_invariant: bool) -> Attention:
     from gapless.attention.triton import TritonAttention
 
     scale = config.head_dim**-0.5
     return TritonAttention(
-        kv.pools, limits.block_size, config.num_heads, scale, num_rows=limits.num_rows, num_cores=device.num_cores
+        kv.pools,
+        limits.block_size,
+        config.num_heads,
+        scale,
+        num_rows=limits.num_rows,
+        num_cores=device.num_cores,
+        batch_invariant=batch_invariant,
     )
 
 
-def _attention(device: Device, kv: KVStore, config: ModelConfig, limits: Limits) -> Attention:
-    return ATTENTION[device.torch_device.type](device, kv, config, limits)
+def _attention(device: Device, kv: KVStore, config: ModelConfig, limits: Limits, batch_invariant: bool) -> Attention:
+    return ATTENTION[device.torch_device.type](device, kv, config, limits, batch_invariant)
+
+
+def _sampler(device: Device) -> Sampler:
+    if device.torch_device.type != "cuda":
+        return sample
+    from gapless.runner.draw_kernels import pick  # needs Triton, which only GPU installations have
+
+    return pick
 
 
 def _cpu_defaults() -> DeviceDefaults:

@@ -1,7 +1,7 @@
 """Decode steps as replays of captured CUDA graphs, one for each batch size of a ladder.
 
 A step that has a graph is one replay: rows in, tokens out, padded to the next size with a row that nobody owns. A step
-that has none (it prefills, or its sampling is not captured) runs as it is and is counted with the reason.
+that has none (it prefills) runs as it is and is counted with the reason.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.device.base import Buffer
+from gapless.runner.draw_kernels import pick
 from gapless.runner.graph_kernels import DecodeInputs, argmax, begin, end
 from gapless.runner.runner import Model, Runner
-from gapless.runner.sampler import sample
 
 NO_BLOCK = -1
 WARM_UPS = 2
@@ -84,22 +84,22 @@ class GraphRunner:
         """Replay the plan's graph, or run it as it is."""
         size = self._size(plan)
         if size is None:
-            self.ledger[_why_not(plan)] += 1
+            self.ledger["no graph: prefill"] += 1
             self._runner.step(plan, packed_plan, out)
             return
         self._packed[: 2 * size].copy_(packed_plan[: 2 * size])
-        self._graphs[size, plan.any_random].graph.replay()
+        self._graphs[size, _is_greedy(plan)].graph.replay()
         out[: plan.num_decodes].copy_(self._out[: plan.num_decodes])
 
     def _size(self, plan: Plan) -> int | None:
-        if plan.chunks or plan.any_filtered or plan.any_min_tokens:
+        if plan.chunks:
             return None
         return self._sizes[bisect.bisect_left(self._sizes, plan.num_decodes)]
 
     def _capture_all(self, progress: Callable[[int, int], None] | None) -> None:
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
-        wanted = [(size, random) for size in reversed(self._sizes) for random in (False, True)]
+        wanted = [(size, greedy) for size in reversed(self._sizes) for greedy in (True, False)]
         self._packed.fill_(self._limits.num_rows)  # capture on padding alone
         for index, key in enumerate(wanted):
             self._graphs[key] = self._capture(*key, pool, stream)
@@ -108,21 +108,21 @@ class GraphRunner:
         torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def _capture(self, size: int, random: bool, pool: Any, stream: torch.cuda.Stream) -> Captured:
+    def _capture(self, size: int, greedy: bool, pool: Any, stream: torch.cuda.Stream) -> Captured:
         self._packed[:size] = self._limits.num_rows
         self._packed[size : 2 * size] = NO_BLOCK
         inputs = DecodeInputs(size, self._packed.device)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
-                self._body(inputs, random)
+                self._body(inputs, greedy)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            self._body(inputs, random)
+            self._body(inputs, greedy)
         return Captured(graph, inputs)
 
-    def _body(self, inputs: DecodeInputs, random: bool) -> None:
+    def _body(self, inputs: DecodeInputs, greedy: bool) -> None:
         rows = self._runner.rows
         begin(self._packed, rows.last_token, rows.length, rows.blocks, self._limits.block_size, inputs)
         nothing = self._packed[:0]
@@ -140,11 +140,9 @@ class GraphRunner:
         )
         hidden = self._model.forward(inputs.ids, inputs.positions, self._attention.begin(batch))
         logits = self._model.logits(hidden)
-        tokens = sample(logits, inputs.rows, inputs.lengths, rows, random=True) if random else argmax(logits)
+        tokens = argmax(logits) if greedy else pick(logits, inputs.rows, inputs.lengths, rows)
         end(tokens, inputs, rows.last_token, rows.length, self._out)
 
 
-def _why_not(plan: Plan) -> str:
-    if plan.chunks:
-        return "no graph: prefill"
-    return "no graph: top-k, top-p or min-p" if plan.any_filtered else "no graph: min_tokens"
+def _is_greedy(plan: Plan) -> bool:
+    return not plan.any_random and not plan.any_min_tokens

@@ -32,13 +32,42 @@ class Model(Protocol):
         """Logits [m, vocab_size]."""
 
 
+class Sampler(Protocol):
+    """What the runner needs of a sampler."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        places: torch.Tensor,
+        store: RowStore,
+        *,
+        random: bool,
+        filtered: bool,
+        min_tokens: bool,
+    ) -> torch.Tensor:
+        """Tokens [n] int64 for logits [n, vocab]; `places` [n] is the position that each token will have.
+
+        The flags say what any of the rows needs; a row that does not need it is not changed by it.
+        """
+
+
 class Runner:
     """Runs steps. Everything that lasts from step to step is in its buffers."""
 
-    def __init__(self, device: Device, limits: Limits, model: Model, kv: KVStore, attention: Attention) -> None:
+    def __init__(
+        self,
+        device: Device,
+        limits: Limits,
+        model: Model,
+        kv: KVStore,
+        attention: Attention,
+        sampler: Sampler = sample,
+    ) -> None:
         self._block_size = limits.block_size
         self._model = model
         self._attention = attention
+        self._sampler = sampler
         self.rows = RowStore(device, limits)
         self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
         self.ledger: Counter[str] = Counter()  # fast paths that were missed, by reason: here there is none to miss
@@ -90,7 +119,7 @@ class Runner:
             return torch.empty(0, dtype=torch.int64, device=hidden.device)
         chosen = packed.sample_tokens.long()
         logits = self._model.logits(hidden[chosen])
-        return sample(
+        return self._sampler(
             logits,
             packed.sample_rows.long(),
             positions[chosen] + 1,

@@ -10,6 +10,7 @@ import torch
 
 from gapless.runner.row_store import RowStore
 
+FIRST_LOOK = 256  # likeliest tokens, in which most filters find their floor
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's constants, as signed numbers
 
 
@@ -54,18 +55,38 @@ def forbid_stops(logits: torch.Tensor, stop_ids: torch.Tensor, early: torch.Tens
 
 
 def lowest_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """The smallest logit [n] that top-k, then top-p, then min-p leave standing; -inf where none of them is used."""
+    """The smallest logit [n] that top-k, then top-p, then min-p leave standing; -inf where none of them is used.
+
+    Only rows that use top-k or top-p are looked at, and of those only as many of the likeliest tokens as it takes.
+    """
     vocab = logits.shape[1]
-    ordered = logits.sort(dim=1, descending=True).values
+    floor = torch.full_like(top_p, -torch.inf)
+    left = ((top_k > 0) & (top_k < vocab) | (top_p < 1)).nonzero().squeeze(1)
+    width = min(FIRST_LOOK, vocab)
+    while len(left):
+        found, settled = _lowest_among(logits[left], width, top_k[left], top_p[left])
+        floor[left[settled]] = found[settled]
+        left = left[~settled]
+        width = min(8 * width, vocab)
+    return torch.maximum(floor, logits.amax(dim=1) + min_p.log())  # log 0 is -inf: no floor
+
+
+def _lowest_among(
+    logits: torch.Tensor, width: int, top_k: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The floor of top-k and top-p as the `width` likeliest tokens show it, and whether they show it."""
+    vocab = logits.shape[1]
+    ordered = logits.topk(width, dim=1).values
     kept = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab)
-    beyond = torch.arange(vocab, device=logits.device)[None, :] >= kept[:, None]
-    probs = ordered.masked_fill(beyond, -torch.inf).softmax(dim=1)
-    before = probs.cumsum(dim=1) - probs  # mass of likelier tokens
-    nucleus = (before < top_p[:, None]).sum(dim=1)
-    kept = torch.where(top_p < 1, torch.minimum(kept, nucleus), kept).clamp(min=1)
-    floor = ordered.gather(1, (kept - 1)[:, None]).squeeze(1)
-    floor = torch.where(kept < vocab, floor, -torch.inf)
-    return torch.maximum(floor, ordered[:, 0] + min_p.log())  # log 0 is -inf: no floor
+    within = torch.arange(width, device=logits.device)[None, :] < kept[:, None]
+    weights = (ordered - ordered[:, :1]).exp() * within
+    everything = (logits - ordered[:, :1]).exp().sum(dim=1)
+    total = torch.where(kept < vocab, weights.sum(dim=1), everything)  # not needed before all kept ones are in sight
+    sums = weights.cumsum(dim=1)
+    nucleus = (sums - weights < (top_p * total)[:, None]).sum(dim=1)
+    last = torch.where(top_p < 1, torch.minimum(kept, nucleus), kept).clamp(min=1)
+    settled = (kept <= width) | (kept == vocab) & (nucleus < width)
+    return ordered.gather(1, (last.clamp(max=width) - 1)[:, None]).squeeze(1), settled
 
 
 def draw(logits: torch.Tensor, uniform_: torch.Tensor) -> torch.Tensor:

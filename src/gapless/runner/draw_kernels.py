@@ -1,0 +1,189 @@
+"""The sampler for NVIDIA GPUs, as one Triton program for each row: greedy, drawn, filtered, without a sort.
+
+The same meaning as `sampler.sample`, which is its oracle in tests. A filter keeps every token from some logit up; that
+logit is found digit by digit: each pass over the row says, for three candidates at once, how many tokens (or how
+much probability) stand at or above it. One program reads one row in a fixed order, so a row's token depends on nothing
+else in the batch, and all of it can be captured in a graph. Runs under Triton's interpreter too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from gapless.core.params import MAX_STOP_IDS
+from gapless.runner.row_store import RowStore
+
+DIGIT_BITS = 2  # of a key, settled by one pass
+
+
+@triton.jit
+def _forbid(logits, rows, places, stop_ids, min_total, VOCAB: tl.constexpr, NUM_STOPS: tl.constexpr):
+    """Put the stop tokens of a row that may not end yet out of reach."""
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + i)
+    stop = tl.load(stop_ids + row * NUM_STOPS + tl.arange(0, NUM_STOPS))
+    if tl.load(places + i) + 1 < tl.load(min_total + row):
+        tl.store(logits + i * VOCAB + stop, -float("inf"), mask=stop >= 0)
+
+
+@triton.jit
+def _shift(x, BITS: tl.constexpr):
+    """Logical right shift of signed numbers."""
+    return (x >> BITS) & ((1 << (64 - BITS)) - 1)
+
+
+@triton.jit
+def _mix(x):
+    x = x + -7046029254386353131
+    x = (x ^ _shift(x, 30)) * -4658895280553007687
+    x = (x ^ _shift(x, 27)) * -7723592293110705685
+    return x ^ _shift(x, 31)
+
+
+@triton.jit
+def _uniform(seed, place):
+    """The same number in [0, 1) as `sampler.uniform`."""
+    return _shift(_mix(_mix(seed) + place), 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit
+def _load(base, column, VOCAB: tl.constexpr):
+    return tl.load(base + column, mask=column < VOCAB, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _key(x, KEY_BITS: tl.constexpr):
+    """Whole numbers in the order of the logits; 16 bits tell bfloat16 numbers apart."""
+    bits = x.to(tl.uint32, bitcast=True)
+    ordered = bits ^ tl.where(bits >> 31 == 1, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
+    return ordered >> (32 - KEY_BITS)
+
+
+@triton.jit
+def _weight(x, key, top, warmth, floor_key, floor):
+    """Unnormalized probability of what the filters left standing."""
+    return tl.where((key >= floor_key) & (x >= floor), tl.exp((x - top) * warmth), 0.0)
+
+
+@triton.jit
+def _largest(base, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest logit and the first place it has; NaN counts as nothing."""
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    place = tl.full([BLOCK], VOCAB - 1, tl.int32)
+    for start in range(0, VOCAB, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = _load(base, column, VOCAB)
+        place = tl.where(x > best, column, place)
+        best = tl.where(x > best, x, best)
+    top = tl.max(best, axis=0)
+    return top, tl.min(tl.where(best == top, place, VOCAB - 1), axis=0)
+
+
+@triton.jit
+def _lowest_key(
+    base, top, warmth, floor_key, wanted,
+    BY_MASS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, KEY_BITS: tl.constexpr, DIGIT_BITS: tl.constexpr,
+):  # fmt: skip
+    """The largest key such that the tokens at or above it are at least `wanted`, by count or by probability."""
+    found = tl.full([], 0, tl.uint32)
+    unit = tl.full([], 1 << (KEY_BITS - DIGIT_BITS), tl.uint32)  # of the digit that is looked for
+    for _ in range(KEY_BITS // DIGIT_BITS):
+        sum_1 = tl.zeros([BLOCK], tl.float32)
+        sum_2 = tl.zeros([BLOCK], tl.float32)
+        sum_3 = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, VOCAB, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            x = _load(base, column, VOCAB)
+            key = _key(x, KEY_BITS)
+            amount = (column < VOCAB).to(tl.float32)
+            if BY_MASS:
+                amount = _weight(x, key, top, warmth, floor_key, -float("inf"))
+            sum_1 += tl.where(key >= found + unit, amount, 0.0)
+            sum_2 += tl.where(key >= found + 2 * unit, amount, 0.0)
+            sum_3 += tl.where(key >= found + 3 * unit, amount, 0.0)
+        enough = (tl.sum(sum_1, axis=0) >= wanted).to(tl.uint32)
+        enough += (tl.sum(sum_2, axis=0) >= wanted).to(tl.uint32)
+        enough += (tl.sum(sum_3, axis=0) >= wanted).to(tl.uint32)
+        found += enough * unit
+        unit = unit >> DIGIT_BITS
+    return found
+
+
+@triton.jit
+def _mass(base, top, warmth, floor_key, floor, VOCAB: tl.constexpr, BLOCK: tl.constexpr, KEY_BITS: tl.constexpr):
+    """Sum of all weights."""
+    total = tl.full([], 0.0, tl.float64)
+    for start in range(0, VOCAB, BLOCK):
+        x = _load(base, start + tl.arange(0, BLOCK), VOCAB)
+        total += tl.sum(_weight(x, _key(x, KEY_BITS), top, warmth, floor_key, floor), axis=0).to(tl.float64)
+    return total
+
+
+@triton.jit
+def _pick(
+    logits, rows, places, floats, top_k, seed, tokens,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, KEY_BITS: tl.constexpr, DIGIT_BITS: tl.constexpr,
+):  # fmt: skip
+    """The next token of one row."""
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + i)
+    base = logits + i * VOCAB
+    temperature = tl.load(floats + row * 3)
+    top, token = _largest(base, VOCAB, BLOCK)
+    if temperature > 0:
+        warmth = 1.0 / temperature
+        floor = top + temperature * tl.log(tl.load(floats + row * 3 + 2))  # of min-p; log 0 is -inf: none
+        floor_key = tl.full([], 0, tl.uint32)
+        count = tl.load(top_k + row)
+        if (count > 0) & (count < VOCAB):
+            wanted = count.to(tl.float32)
+            floor_key = _lowest_key(base, top, warmth, floor_key, wanted, False, VOCAB, BLOCK, KEY_BITS, DIGIT_BITS)
+        share = tl.load(floats + row * 3 + 1)
+        if share < 1:
+            kept = _mass(base, top, warmth, floor_key, -float("inf"), VOCAB, BLOCK, KEY_BITS)
+            wanted = (kept * share).to(tl.float32)
+            floor_key = _lowest_key(base, top, warmth, floor_key, wanted, True, VOCAB, BLOCK, KEY_BITS, DIGIT_BITS)
+        target = _mass(base, top, warmth, floor_key, floor, VOCAB, BLOCK, KEY_BITS)
+        target = target * _uniform(tl.load(seed + row), tl.load(places + i))
+        before = tl.full([], 0.0, tl.float64)
+        for start in range(0, VOCAB, BLOCK):
+            x = _load(base, start + tl.arange(0, BLOCK), VOCAB)
+            weight = _weight(x, _key(x, KEY_BITS), top, warmth, floor_key, floor)
+            after = before + tl.sum(weight, axis=0).to(tl.float64)
+            if (before <= target) & (target < after):
+                reached = before + tl.cumsum(weight, axis=0).to(tl.float64)
+                place = start + tl.sum((reached <= target).to(tl.int32), axis=0)
+                token = tl.minimum(place, VOCAB - 1)
+            before = after
+    tl.store(tokens + i, token.to(tl.int64))
+
+
+def pick(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    places: torch.Tensor,
+    store: RowStore,
+    *,
+    random: bool = True,
+    filtered: bool = True,
+    min_tokens: bool = True,
+    block: int = 4096,
+) -> torch.Tensor:
+    """Tokens [n] int64, as `sampler.sample` would choose them; what a row does not use costs it nothing.
+
+    Logits of forbidden stop tokens are overwritten.
+    """
+    num_rows, vocab = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if min_tokens:
+        _forbid[(num_rows,)](
+            logits, rows, places, store.stop_ids, store.min_total, VOCAB=vocab, NUM_STOPS=MAX_STOP_IDS, num_warps=1
+        )
+    _pick[(num_rows,)](
+        logits, rows, places, store.floats, store.top_k, store.seed, tokens,
+        VOCAB=vocab, BLOCK=min(block, triton.next_power_of_2(vocab)),
+        KEY_BITS=16 if logits.dtype == torch.bfloat16 else 32, DIGIT_BITS=DIGIT_BITS, num_warps=8,
+    )  # fmt: skip
+    return tokens
