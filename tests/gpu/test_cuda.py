@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,3 +112,69 @@ def test_decode_steps_come_from_graphs(model_dir: Path, prompts: list[list[int]]
         stats = llm.stats()
         assert stats.num_steps > 30
         assert llm.engine.ledger()["no graph: prefill"] < 5
+
+
+def test_any_sampling_comes_from_graphs(model_dir: Path, prompts: list[list[int]]) -> None:
+    """Filters and min_tokens miss no graph, and give what the eager step gives."""
+    params = [
+        SamplingParams(max_tokens=24, temperature=0.5 * (i % 3), top_k=i % 7, top_p=1 - 0.1 * (i % 4), min_tokens=i % 5)
+        for i in range(len(prompts))
+    ]
+    with LLM(model_dir, dtype="bfloat16", device="cuda", depth=2) as llm:
+        llm.generate(prompts, params)
+        assert set(llm.engine.ledger()) == {"no graph: prefill"}
+        assert llm.engine.ledger()["no graph: prefill"] < 5
+
+
+def test_batch_invariant_tokens_depend_on_nothing_but_the_request(model_dir: Path) -> None:
+    """Bit for bit: 256 requests of random lengths, at depth 1, 2 and 3, in other batches, chunks and orders, alone."""
+    draw = random.Random(7)
+    prompts = [[draw.randrange(1, VOCAB) for _ in range(draw.randrange(1, 200))] for _ in range(256)]
+    params = [
+        SamplingParams(max_tokens=draw.randrange(1, 60), temperature=0.7 * (i % 2), seed=i, ignore_eos=True)
+        for i in range(256)
+    ]
+    first: list[tuple[int, ...]] | None = None
+    for options in (
+        {"depth": 1},
+        {"depth": 2},
+        {"depth": 3},
+        {"depth": 2, "max_num_rows": 13, "max_batch_tokens": 77},
+        {"depth": 3, "num_blocks": 100, "max_num_rows": 40},
+    ):
+        order = list(range(256))
+        if options != {"depth": 1}:
+            random.Random(str(options)).shuffle(order)
+        with LLM(model_dir, dtype="bfloat16", device="cuda", batch_invariant=True, **options) as llm:
+            found = dict(zip(order, llm.generate([prompts[i] for i in order], [params[i] for i in order]), strict=True))
+            if "num_blocks" in options:
+                assert llm.stats().num_preemptions > 0
+        tokens = [found[i].token_ids for i in range(256)]
+        first = first or tokens
+        different = [i for i in range(256) if tokens[i] != first[i]]
+        assert not different, f"{options}: {len(different)} of 256 differ, first {different[0]}"
+    with LLM(model_dir, dtype="bfloat16", device="cuda", batch_invariant=True, depth=2) as llm:
+        for i in range(0, 256, 16):
+            assert llm.generate([prompts[i]], [params[i]])[0].token_ids == first[i]
+
+
+def test_stream_sanitizer_finds_nothing(model_dir: Path) -> None:
+    """PyTorch's own detector of unordered accesses from several streams, over a whole job."""
+    code = (
+        "import sys; from gapless import LLM, SamplingParams\n"
+        "with LLM(sys.argv[1], dtype='bfloat16', device='cuda', depth=2, max_num_rows=8) as llm:\n"
+        "    prompts = [[1 + i] * (5 + 9 * i) for i in range(20)]\n"
+        "    found = llm.generate(prompts, SamplingParams(max_tokens=20, temperature=0.5, ignore_eos=True))\n"
+        "    assert all(item.error is None for item in found), found[0].error\n"
+        "    print('finished', len(found))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(model_dir)],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "finished 20" in done.stdout
+    assert "possible data race" not in (done.stdout + done.stderr), done.stderr[-3000:]
