@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gapless.core.limits import Limits
-from gapless.core.outcome import Commit, Finished
+from gapless.core.outcome import Commit, Finished, TokenLogprob, completion_logprobs, prompt_logprobs
 from gapless.core.params import SamplingParams
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray, Request, int_array
@@ -31,6 +31,19 @@ def next_token(history: Sequence[int], vocab: int = VOCAB) -> int:
     for token in history:
         value = (value * 1_000_003 + int(token) + 11) % (2**61 - 1)
     return (value * 0x9E3779B97F4A7C15 % 2**64 >> 33) % vocab
+
+
+def next_logprob(history: Sequence[int], token: int, num_top: int) -> TokenLogprob:
+    """How likely the token is after the history, as far as the model cares; every number depends on all of it."""
+    first = next_token([*history, token, 1], 1000)
+    top = tuple((next_token([*history, i, 2]), -next_token([*history, i, 3], 64) / 8) for i in range(num_top))
+    return TokenLogprob(token, -first / 8, first % VOCAB + 1, top)
+
+
+def pack_logprob(found: TokenLogprob) -> list[int]:
+    """As a step gives it back."""
+    floats = np.array([found.logprob, *(logprob for _, logprob in found.top)], np.float32).view(np.int32).tolist()
+    return [floats[0], found.rank, *(token for token, _ in found.top), *floats[1:]]
 
 
 class FakeExecutor:
@@ -74,7 +87,16 @@ class FakeExecutor:
         rows = plan.sample_rows.tolist()
         tokens = int_array([next_token(self._history(row)) for row in rows])
         self._last[rows] = tokens
-        return tokens
+        return int_array([*tokens.tolist(), *self._scores(plan, tokens)]) if plan.num_scores else tokens
+
+    def _scores(self, plan: Plan, tokens: IntArray) -> list[int]:
+        rows = plan.sample_rows
+        places = [(self._history(rows[i]), int(tokens[i])) for i in plan.score_samples.tolist()]
+        for chunk in plan.chunks:
+            history = self._history(chunk.row)
+            targets = enumerate(chunk.targets.tolist(), chunk.scored_from + 1)
+            places += [(history[:length], target) for length, target in targets]
+        return [n for place in places for n in pack_logprob(next_logprob(*place, plan.num_top))]
 
     def close(self) -> None:
         pass
@@ -114,6 +136,25 @@ def truth(request: Request) -> tuple[list[int], str]:
     return tokens[request.num_prompt :], "length"
 
 
+def check_logprobs(request: Request) -> None:
+    """Assert that a request that ended has the log-probabilities it asked for, and no others."""
+    tokens, wanted = request.tokens.tolist(), request.params
+    places = range(request.num_prompt, len(tokens))
+    found = completion_logprobs(request, len(places))
+    if wanted.logprobs is None:
+        assert (found, request.scores) == (None, [])
+    else:
+        assert found == tuple(next_logprob(tokens[:i], tokens[i], wanted.logprobs) for i in places)
+    of_prompt = prompt_logprobs(request)
+    if wanted.prompt_logprobs is None:
+        assert (of_prompt, request.prompt_scores) == (None, [])
+        return
+    truth = [next_logprob(tokens[:i], tokens[i], wanted.prompt_logprobs) for i in range(1, request.num_prompt)]
+    known = request.num_prompt_scores
+    assert of_prompt == (None, *truth[:known], *[None] * (len(truth) - known))
+    assert known == len(truth) or not places, "a sample came before the prompt's log-probabilities"
+
+
 @dataclass
 class Run:
     """What came of a workload."""
@@ -122,6 +163,7 @@ class Run:
     executor: FakeExecutor
     finished: dict[str, Finished] = field(default_factory=dict)
     streamed: dict[str, list[int]] = field(default_factory=dict)
+    streamed_logprobs: dict[str, list[TokenLogprob | None]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)  # ids as they ended
     num_turns: int = 0
 
@@ -139,6 +181,7 @@ class Run:
     def commit(self, commit: Commit) -> None:
         for item in commit.progress:
             self.streamed.setdefault(item.request.id, []).append(item.token)
+            self.streamed_logprobs.setdefault(item.request.id, []).append(item.logprob)
         self.take(*commit.finished)
 
 
@@ -188,6 +231,10 @@ def check_plan(plan: Plan, limits: Limits) -> None:
     assert set(plan.new_blocks[:, 0].tolist()) <= set(rows), "a block for a row that is not in the step"
     assert plan.sample_rows.tolist() == plan.decode_rows.tolist() + [c.row for c in plan.chunks if c.samples]
     assert len({(row, index) for row, index, _ in plan.new_blocks.tolist()}) == len(plan.new_blocks)
+    assert plan.num_scores <= plan.num_tokens
+    for chunk in plan.chunks:
+        scored_to = chunk.scored_from + len(chunk.targets)
+        assert len(chunk.targets) == 0 or chunk.start <= chunk.scored_from < scored_to <= chunk.length
 
 
 def turn_bound(arrivals: Mapping[int, Sequence[Request]], aborts: Mapping[int, Sequence[str]], depth: int) -> int:

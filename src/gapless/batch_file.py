@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gapless.client import Completion
+from gapless.core.outcome import TokenLogprob
 from gapless.errors import ConfigError, InvalidRequest
 
 Record = dict[str, Any]
@@ -77,7 +78,16 @@ def result_record(line: Line, completion: Completion, *, token_ids: bool) -> Rec
     record["finish_reason"] = completion.finish_reason
     record["num_prompt_tokens"] = len(completion.prompt_token_ids)
     record["num_tokens"] = len(completion.token_ids)
+    for name, found in (("logprobs", completion.logprobs), ("prompt_logprobs", completion.prompt_logprobs)):
+        if found is not None:
+            record[name] = [_logprob_record(item) for item in found]
     return record
+
+
+def _logprob_record(item: TokenLogprob | None) -> Record | None:
+    if item is None:
+        return None
+    return {"token": item.token, "logprob": item.logprob, "rank": item.rank, "top": item.top}
 
 
 def error_record(index: int, name: str | int, error: str) -> Record:

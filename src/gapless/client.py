@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gapless.config import EngineOptions
-from gapless.core.outcome import Finished, Progress
+from gapless.core.outcome import Finished, Progress, TokenLogprob, completion_logprobs, prompt_logprobs
 from gapless.core.params import SamplingParams
 from gapless.core.request import Request
 from gapless.errors import ConfigError, InvalidRequest, ModelNotFound
@@ -41,6 +41,8 @@ class Completion:
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache already had
     stop: str | None = None  # the stop string that ended the text
     error: str | None = None  # set when finish_reason is "error"
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of token_ids, if asked for
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # one for each prompt token; the first is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of token_ids, if asked for
 
 
 class Job:
@@ -69,7 +72,7 @@ class Job:
         text = self._assembler.push((news.token,))
         if self._assembler.stop is not None:
             self._engine.abort(self.request.id, "stop")
-        return Delta(text, (news.token,))
+        return Delta(text, (news.token,), logprobs=() if news.logprob is None else (news.logprob,))
 
     def _finish(self, news: Finished) -> Delta:
         request, assembler = self.request, self._assembler
@@ -83,8 +86,10 @@ class Job:
             num_cached_tokens=request.num_cached,
             stop=assembler.stop,
             error=str(news.error) if news.error is not None else None,
+            logprobs=completion_logprobs(request, len(assembler.token_ids)),
+            prompt_logprobs=prompt_logprobs(request),
         )
-        return Delta(text, completion.token_ids[num_seen:], completion)
+        return Delta(text, completion.token_ids[num_seen:], completion, (completion.logprobs or ())[num_seen:])
 
 
 class Client:

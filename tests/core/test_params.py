@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gapless.core.params import MAX_STOP_IDS, MAX_STOP_STRINGS, SamplingParams
+from gapless.core.params import MAX_LOGPROBS, MAX_STOP_IDS, MAX_STOP_STRINGS, SamplingParams
 from gapless.errors import GaplessError, InvalidRequest
 
 BIG = 2**31
@@ -47,6 +47,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": ["a"]}, "a stop token id must be a whole number, got 'a'"),
     ({"stop_token_ids": [1] * 17}, f"at most {MAX_STOP_IDS} stop token ids, got 17"),
     ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1"),
+    ({"logprobs": -1}, "logprobs must be between 0 and 20, got -1"),
+    ({"logprobs": MAX_LOGPROBS + 1}, "logprobs must be between 0 and 20, got 21"),
+    ({"logprobs": True}, "logprobs must be a whole number, got True"),
+    ({"logprobs": 2.0}, "logprobs must be a whole number, got 2.0"),
+    ({"prompt_logprobs": "5"}, "prompt_logprobs must be a whole number, got '5'"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs must be between 0 and 20, got 21"),
 ]
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from fakes import VOCAB, Run, check_empty, drive, make_request, truth
+from fakes import VOCAB, Run, check_empty, check_logprobs, drive, make_request, truth
 from gapless.core.limits import Limits
+from gapless.core.outcome import completion_logprobs
 from gapless.core.request import Request
 
 MANY = settings(max_examples=4 * settings().max_examples)  # an example takes milliseconds
@@ -30,6 +31,8 @@ class Ask:
     stop_token_ids: tuple[int, ...]
     streams: bool
     abort_turn: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Workload:
                 min_tokens=ask.min_tokens,
                 stop_token_ids=ask.stop_token_ids,
                 streams=ask.streams,
+                logprobs=ask.logprobs,
+                prompt_logprobs=ask.prompt_logprobs,
             )
             for number, ask in enumerate(self.asks)
         ]
@@ -91,6 +96,8 @@ def asks(draw: st.DrawFn, limits: Limits, *, abort: bool) -> Ask:
         stop_token_ids=tuple(draw(st.sets(st.integers(0, VOCAB - 1), max_size=4))),
         streams=draw(st.booleans()),
         abort_turn=draw(st.one_of(st.none(), st.integers(0, 30))) if abort else None,
+        logprobs=draw(st.sampled_from([None, None, 0, 3])),
+        prompt_logprobs=draw(st.sampled_from([None, None, 0, 1, 5])),
     )
 
 
@@ -117,6 +124,7 @@ def test_tokens_depend_on_the_prompt_alone(workload: Workload) -> None:
         tokens, reason = truth(request)
         assert (run.tokens(request.id), run.finished[request.id].reason) == (tokens, reason)
         assert run.streamed.get(request.id) == (tokens if request.streams else None)
+        check_logprobs(request)
     check_empty(run.scheduler)
     counters = run.scheduler.counters
     assert counters.num_prompt_tokens == sum(request.num_prompt for request in requests)
@@ -143,6 +151,7 @@ def test_aborts_leak_nothing_and_disturb_nobody(workload: Workload) -> None:
             assert (got, ended) == (tokens, reason)
         if request.streams:
             assert run.streamed.get(request.id, []) == got
+        check_logprobs(request)
     check_empty(run.scheduler)
 
 
@@ -171,6 +180,23 @@ def test_a_failed_step_fails_those_who_were_in_it_and_nobody_else(workload: Work
             assert str(ended.error) in {f"step {step}" for step in failures}
         else:
             assert (got, ended.reason) == (tokens, reason)
+        check_logprobs(request)
     happened = [plan for plan in run.executor.launched if plan.step in failures]
     assert num_failed <= sum(len(plan.chunks) + plan.num_decodes for plan in happened)
     check_empty(run.scheduler)
+
+
+@MANY
+@given(workloads(abort=False))
+def test_logprobs_are_computed_once_and_streamed_with_their_tokens(workload: Workload) -> None:
+    requests = workload.requests()
+    run = workload.run(requests)
+    event(f"preempted: {run.scheduler.counters.num_preemptions > 0}")
+    for request in requests:
+        found = completion_logprobs(request, len(request.scores))
+        if request.streams:
+            assert run.streamed_logprobs[request.id] == list(found or [None] * len(run.tokens(request.id)))
+    asked = sum(request.num_prompt - 1 for request in requests if request.params.prompt_logprobs is not None)
+    scored = sum(len(chunk.targets) for plan in run.executor.launched for chunk in plan.chunks)
+    lost = run.scheduler.counters.num_preemptions * (workload.depth - 1) * workload.limits.max_batch_tokens
+    assert asked <= scored <= asked + lost  # only what was in flight when a request gave way is computed again

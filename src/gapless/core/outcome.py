@@ -5,9 +5,22 @@ Values only. The scheduler makes them; the output side reads them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gapless.core.request import Request
+import numpy as np
+
+from gapless.core.request import IntArray, Request
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was: natural logarithms, from the model's logits before temperature and filters."""
+
+    token: int
+    logprob: float
+    rank: int  # 1: the likeliest; equally likely tokens share a rank
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens, best first; as many as were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +29,7 @@ class Progress:
 
     request: Request
     token: int
+    logprob: TokenLogprob | None = None  # if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +61,33 @@ class Counters:
     num_overrun: int = 0  # samples of a request that had already left its row
     num_preemptions: int = 0
     num_recomputed: int = 0  # positions that a preemption threw away
+
+
+def token_logprob(token: int, score: IntArray, num_top: int) -> TokenLogprob:
+    """A token's score as a step gave it (see `score_width` in core/plan.py), in words."""
+    width = (len(score) - 2) // 2  # as many as anybody in the step asked for
+    floats = score.view(np.float32)
+    pairs = zip(score[2 : 2 + num_top].tolist(), floats[2 + width : 2 + width + num_top].tolist(), strict=True)
+    return TokenLogprob(token, float(floats[0]), int(score[1]), tuple(pairs))
+
+
+def completion_logprobs(request: Request, num_tokens: int) -> tuple[TokenLogprob, ...] | None:
+    """Of the first `num_tokens` generated tokens of a request that ended; None if it did not ask."""
+    if request.params.logprobs is None:
+        return None
+    return _logprobs(request.tokens[request.num_prompt :], request.scores[:num_tokens], request.params.logprobs)
+
+
+def prompt_logprobs(request: Request) -> tuple[TokenLogprob | None, ...] | None:
+    """One for each prompt token; None for the first, and for those that an early end left out."""
+    if request.params.prompt_logprobs is None:
+        return None
+    scores = [score for chunk in request.prompt_scores for score in chunk]
+    missing = request.num_prompt - 1 - len(scores)
+    return (None, *_logprobs(request.prompt[1:], scores, request.params.prompt_logprobs), *[None] * missing)
+
+
+def _logprobs(tokens: IntArray, scores: Sequence[IntArray], num_top: int) -> tuple[TokenLogprob, ...]:
+    """Of as many tokens as there are scores."""
+    pairs = zip(tokens[: len(scores)].tolist(), scores, strict=True)
+    return tuple(token_logprob(token, score, num_top) for token, score in pairs)

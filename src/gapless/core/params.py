@@ -14,6 +14,7 @@ from gapless.errors import InvalidRequest
 
 MAX_STOP_IDS = 16  # stop token ids of one request, the model's end-of-sequence ids included
 MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 20  # likeliest tokens that can be had with each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # end before any of these strings
     stop_token_ids: tuple[int, ...] = ()  # end at any of these tokens
     ignore_eos: bool = False  # go on past the model's end-of-sequence token
+    logprobs: int | None = None  # log-probability of each generated token; k > 0: of the k likeliest too
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -47,6 +50,9 @@ class SamplingParams:
         _check_stops(self.stop, self.stop_token_ids)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:

@@ -6,10 +6,14 @@ prefilled, which rows have a new owner, which blocks were added to which table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from gapless.core.params import SamplingParams
-from gapless.core.request import IntArray, LongArray
+from gapless.core.request import IntArray, LongArray, int_array
+
+NOTHING = int_array(np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,8 @@ class Chunk:
     start: int
     tokens: IntArray
     samples: bool  # the chunk reaches the last known token, so the step samples the next one
+    targets: IntArray = field(default_factory=lambda: NOTHING)  # prompt tokens whose log-probabilities are wanted
+    scored_from: int = 0  # the position that the first target follows; the last may lie beyond the chunk
 
     @property
     def length(self) -> int:
@@ -53,6 +59,8 @@ class Plan:
     any_random: bool  # some sampled row has a temperature above 0
     any_filtered: bool  # some sampled row uses top-k, top-p or min-p
     any_min_tokens: bool  # some sampled row may not stop yet
+    score_samples: IntArray = field(default_factory=lambda: NOTHING)  # which of the samples want log-probabilities
+    num_top: int = 0  # likeliest tokens to give with each of them, and with each target of a chunk
 
     @property
     def num_decodes(self) -> int:
@@ -65,3 +73,21 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         return len(self.decode_rows) + sum(len(chunk.tokens) for chunk in self.chunks)
+
+    @property
+    def num_scores(self) -> int:
+        """Places whose log-probabilities the step gives: the samples that want them, then the chunks' targets."""
+        return len(self.score_samples) + sum(len(chunk.targets) for chunk in self.chunks)
+
+    @property
+    def num_results(self) -> int:
+        """Numbers that the step gives back: the sampled tokens, then the scores."""
+        return self.num_samples + self.num_scores * score_width(self.num_top)
+
+
+def score_width(num_top: int) -> int:
+    """Numbers of a score: log-probability and rank of a token, the likeliest tokens, their log-probabilities.
+
+    All are int32; log-probabilities are the bits of float32.
+    """
+    return 2 + 2 * num_top

@@ -43,6 +43,8 @@ class Request:
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     was_admitted: bool = False
+    scores: list[IntArray] = field(default_factory=list)  # of each generated token, if it asked for logprobs
+    prompt_scores: list[IntArray] = field(default_factory=list)  # [n, width] each: of prompt tokens 1, 2, ...
 
     def __post_init__(self) -> None:
         self.tokens = self.prompt
@@ -50,6 +52,16 @@ class Request:
     @property
     def num_prompt(self) -> int:
         return len(self.prompt)
+
+    @property
+    def num_prompt_scores(self) -> int:
+        """Positions whose logits have been turned into log-probabilities of the prompt's next token."""
+        return sum(len(scores) for scores in self.prompt_scores)
+
+    @property
+    def lacks_prompt_scores(self) -> bool:
+        """Some of the prompt's log-probabilities are wanted and not here yet."""
+        return self.params.prompt_logprobs is not None and self.num_prompt_scores < self.num_prompt - 1
 
 
 class RowTable:
@@ -70,6 +82,7 @@ class RowTable:
         self.streams = np.zeros(num_rows, np.bool_)
         self.random = np.zeros(num_rows, np.bool_)  # temperature above 0
         self.filtered = np.zeros(num_rows, np.bool_)  # top-k, top-p or min-p in use
+        self.num_logprobs = np.full(num_rows, -1, np.int64)  # likeliest tokens wanted with each sample; -1: none at all
         self.stop_ids = np.full((num_rows, MAX_STOP_IDS), NO_TOKEN, np.int32)
         self.blocks = np.zeros((num_rows, self.max_blocks), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int64)
@@ -98,6 +111,7 @@ class RowTable:
         self.streams[row] = request.streams
         self.random[row] = params.temperature > 0
         self.filtered[row] = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(request.stop_ids)] = request.stop_ids
         self.chain[row] = self.num_chained[row] = 0
@@ -129,6 +143,9 @@ class RowTable:
             assert 0 <= cursor <= known + pending <= self.limit[row]
             assert pending == 0 or self.decoding[row]
             assert not self.decoding[row] or cursor >= known + pending - 1
+            assert len(request.scores) == (known - request.num_prompt if self.num_logprobs[row] >= 0 else 0)
+            assert request.num_prompt_scores < request.num_prompt
+            assert known == request.num_prompt or not request.lacks_prompt_scores
 
 
 def int_array(values: Any) -> IntArray:

@@ -12,13 +12,14 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 from gapless.core.block_pool import BlockPool
 from gapless.core.limits import Limits, check_fits
-from gapless.core.outcome import Commit, Counters, Finished, Progress
-from gapless.core.plan import Chunk, Plan, Seat
+from gapless.core.outcome import Commit, Counters, Finished, Progress, token_logprob
+from gapless.core.plan import NOTHING, Chunk, Plan, Seat, score_width
 from gapless.core.prefix_index import ROOT, PrefixIndex
-from gapless.core.request import IntArray, Request, RowTable, int_array
+from gapless.core.request import IntArray, LongArray, Request, RowTable, int_array
 from gapless.errors import InvalidRequest
 
 NO_BLOCKS = np.empty((0, 3), np.int32)
@@ -114,8 +115,21 @@ class Scheduler:
         count = self._grow(row, min(known, start + budget)) if budget > 0 else 0
         if count > 0:
             tokens = int_array(self.rows.tokens[row, start : start + count].copy())
-            chunks.append(Chunk(row, int(self.rows.epoch[row]), start, tokens, samples=start + count == known))
+            targets, scored_from = self._targets(row, start, start + count)
+            samples = start + count == known
+            chunks.append(Chunk(row, int(self.rows.epoch[row]), start, tokens, samples, targets, scored_from))
         return count
+
+    def _targets(self, row: int, start: int, end: int) -> tuple[IntArray, int]:
+        """Prompt tokens that follow these positions and whose log-probabilities are still wanted, and where they start.
+
+        A row's chunks run in order from a cursor that lies no further than what is known, so that nothing is left out.
+        """
+        request = self.rows.request[row]
+        if request is None or not request.lacks_prompt_scores:
+            return NOTHING, 0
+        first = max(start, request.num_prompt_scores)
+        return request.prompt[first + 1 : end + 1], first
 
     def _grow(self, row: int, length: int) -> int:
         """Give the row blocks up to `length` tokens, at later arrivals' cost; return how many fit past its cursor."""
@@ -169,7 +183,10 @@ class Scheduler:
     def _match(self, request: Request) -> tuple[list[int], int]:
         if not self.limits.prefix_cache:
             return [], ROOT
-        return self.pool.index.match(request.tokens, len(request.tokens) - 1)  # one is left to compute: its logits
+        length = len(request.tokens) - 1  # one is left to compute: its logits
+        if request.lacks_prompt_scores:  # positions that are found in the cache have no logits
+            length = min(length, request.num_prompt_scores)
+        return self.pool.index.match(request.tokens, length)
 
     def _seat(self, request: Request, blocks: list[int], entry: int) -> int:
         row = self.rows.seat(request)
@@ -202,6 +219,7 @@ class Scheduler:
         samples = np.concatenate((decodes, sampling)).astype(np.int64) if sampling else decodes
         rows.pending[samples] += 1
         promised = rows.num_tokens[samples] + rows.pending[samples]
+        score_samples, num_top = self._wanted_scores(samples, chunks)
         self.counters.num_steps += 1
         return Plan(
             step=self.counters.num_steps,
@@ -215,7 +233,21 @@ class Scheduler:
             any_random=bool(rows.random[samples].any()),
             any_filtered=bool(rows.filtered[samples].any()),
             any_min_tokens=bool((promised < rows.min_total[samples]).any()),
+            score_samples=score_samples,
+            num_top=num_top,
         )
+
+    def _wanted_scores(self, samples: LongArray, chunks: list[Chunk]) -> tuple[IntArray, int]:
+        """Which samples want log-probabilities, and how many likeliest tokens anybody in the step wants."""
+        rows = self.rows
+        wanted = rows.num_logprobs[samples]
+        most = max(int(wanted.max(initial=-1)), 0)
+        for chunk in chunks:
+            if len(chunk.targets):
+                request = rows.request[chunk.row]
+                assert request is not None
+                most = max(most, request.params.prompt_logprobs or 0)
+        return np.flatnonzero(wanted >= 0).astype(np.int32), most
 
     def _take_new_blocks(self) -> IntArray:
         kept = [entry for entry in self._new_blocks if entry[0] not in self._preempted]
@@ -223,11 +255,13 @@ class Scheduler:
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: Plan, tokens: IntArray) -> Commit:
-        """Settle a step: `tokens[i]` was sampled for `plan.sample_rows[i]`."""
+    def commit(self, plan: Plan, results: IntArray) -> Commit:
+        """Settle a step: `results[i]` was sampled for `plan.sample_rows[i]`; the plan's scores follow."""
         rows = self.rows
-        sampled = plan.sample_rows
+        sampled, tokens = plan.sample_rows, results[: plan.num_samples]
         live = rows.epoch[sampled] == plan.sample_epochs
+        if plan.num_scores:
+            self._keep_scores(plan, live, results[plan.num_samples :].reshape(-1, score_width(plan.num_top)))
         if not live.all():
             self.counters.num_overrun += int(len(live) - live.sum())
             sampled, tokens = sampled[live], tokens[live]
@@ -274,7 +308,21 @@ class Scheduler:
         if not streaming.any():
             return ()
         pairs = zip(sampled[streaming].tolist(), tokens[streaming].tolist(), strict=True)
-        return tuple(Progress(request, token) for row, token in pairs if (request := self.rows.request[row]))
+        return tuple(_progress(request, token) for row, token in pairs if (request := self.rows.request[row]))
+
+    def _keep_scores(self, plan: Plan, live: npt.NDArray[np.bool_], scores: IntArray) -> None:
+        """Give each request its own; copies, so that none keeps a whole step's in memory."""
+        rows, wanting = self.rows, plan.score_samples
+        for index in np.flatnonzero(live[wanting]).tolist():
+            request = rows.request[plan.sample_rows[wanting[index]]]
+            assert request is not None
+            request.scores.append(scores[index].copy())
+        end = len(wanting)
+        for chunk in plan.chunks:
+            start, end = end, end + len(chunk.targets)
+            request = rows.request[chunk.row]
+            if end > start and request is not None and rows.epoch[chunk.row] == chunk.epoch:
+                request.prompt_scores.append(scores[start:end].copy())
 
     def _register_full(self, sampled: IntArray, total: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
         if self.limits.prefix_cache:
@@ -325,6 +373,13 @@ class Scheduler:
         assert self._prefilling == [row for row in _by_arrival(self.rows, seated) if not self.rows.decoding[row]]
         arrivals = [request.arrival for request in self._waiting.values()]
         assert arrivals == sorted(arrivals), "the queue lost its order"
+
+
+def _progress(request: Request, token: int) -> Progress:
+    num_top = request.params.logprobs
+    if num_top is None:
+        return Progress(request, token)
+    return Progress(request, token, token_logprob(token, request.scores[-1], num_top))
 
 
 def _by_arrival(rows: RowTable, seated: Iterable[int]) -> list[int]:

@@ -115,6 +115,9 @@ class Engine:
         model, limits = self.resolved.model, self.resolved.limits
         check_tokens(prompt, model.vocab_size, "prompt")
         check_tokens(params.stop_token_ids, model.vocab_size, "stop_token_ids", empty=True)
+        most = max(params.logprobs or 0, params.prompt_logprobs or 0)
+        if most > model.vocab_size:
+            raise InvalidRequest(f"the {most} likeliest tokens of a vocabulary of {model.vocab_size} cannot be given")
         eos = () if params.ignore_eos else model.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
         if len(stop_ids) > MAX_STOP_IDS:

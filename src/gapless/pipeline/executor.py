@@ -1,4 +1,4 @@
-"""Puts a plan on the device and brings its tokens back: `launch`, `collect`, `close`.
+"""Puts a plan on the device and brings its results back: `launch`, `collect`, `close`.
 
 `launch` only queues: three streams, ordered by the slot's events. `collect` waits for one event, the oldest step's
 `d2h_over`; it is the only wait in the engine.
@@ -19,7 +19,7 @@ from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device
 from gapless.errors import GaplessError, StepFailed
 from gapless.pipeline.slot import Slot, make_slot
-from gapless.runner.fill import capacity
+from gapless.runner.fill import capacity, result_capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Executor(Protocol):
         """Queue the plan without waiting."""
 
     def collect(self, ticket: Ticket) -> IntArray:
-        """Wait for the step; its tokens, in the order of `plan.sample_rows`. Raises StepFailed."""
+        """Wait for the step; its tokens, in the order of `plan.sample_rows`, then its scores. Raises StepFailed."""
 
     def close(self) -> None:
         """Let everything queued end, and stop."""
@@ -53,7 +53,7 @@ class StepRunner(Protocol):
         """Pack the plan into the host's side of a slot; return how many numbers it took."""
 
     def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
-        """Run one step on the compute stream."""
+        """Run one step on the compute stream; leave the plan's `num_results` numbers at the head of `out`."""
 
 
 class LocalExecutor:
@@ -62,8 +62,8 @@ class LocalExecutor:
     def __init__(self, device: Device, runner: StepRunner, limits: Limits, num_slots: int) -> None:
         self._device = device
         self._runner = runner
-        size = capacity(limits)
-        self._free = deque(make_slot(device, i, size, limits.num_rows) for i in range(num_slots))
+        sizes = capacity(limits), result_capacity(limits)
+        self._free = deque(make_slot(device, i, *sizes) for i in range(num_slots))
 
     def launch(self, plan: Plan) -> Ticket:
         slot = self._free.popleft()
@@ -78,7 +78,7 @@ class LocalExecutor:
             runner.step(plan, slot.device_in.tensor, slot.device_out.tensor)
 
         def copy_out() -> None:
-            count = plan.num_samples
+            count = plan.num_results
             slot.host_out.tensor[:count].copy_(slot.device_out.tensor[:count], non_blocking=True)
 
         device.h2d.run(copy_in, f"copy in {plan.step}", reads=(slot.host_in,), writes=(slot.device_in,))
@@ -109,14 +109,14 @@ class LocalExecutor:
             if ticket.error is not None:
                 raise ticket.error
             self._device.touch(f"collect {ticket.plan.step}", reads=(slot.host_out,))
-            tokens: IntArray = slot.host_out.array[: ticket.plan.num_samples].copy()
+            results: IntArray = slot.host_out.array[: ticket.plan.num_results].copy()
         except GaplessError:
             raise
         except Exception as error:
             raise StepFailed(f"step {ticket.plan.step} failed on the device: {error}") from error
         finally:
             self._free.append(slot)
-        return tokens
+        return results
 
     def close(self) -> None:
         self._device.close()

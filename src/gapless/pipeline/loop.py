@@ -55,9 +55,9 @@ def run_loop(
 
 
 def settle(scheduler: Scheduler, executor: Executor, ticket: Ticket) -> Commit:
-    """Wait for a step and turn its tokens into facts; a step that raised fails its own requests only."""
+    """Wait for a step and turn its results into facts; a step that raised fails its own requests only."""
     try:
-        tokens = executor.collect(ticket)
+        results = executor.collect(ticket)
     except StepFailed as error:
         return scheduler.fail(ticket.plan, error)
-    return scheduler.commit(ticket.plan, tokens)
+    return scheduler.commit(ticket.plan, results)

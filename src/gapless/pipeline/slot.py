@@ -22,21 +22,21 @@ class Slot:
 
     host_in: Buffer  # [capacity] int32, host: the packed plan
     device_in: Buffer  # [capacity] int32, device
-    device_out: Buffer  # [num_rows] int32, device: sampled tokens
-    host_out: Buffer  # [num_rows] int32, host
+    device_out: Buffer  # [result_capacity] int32, device: sampled tokens, then scores; copied as far as the plan says
+    host_out: Buffer  # [result_capacity] int32, host
     h2d_over: Event
     compute_over: Event
     d2h_over: Event
 
 
-def make_slot(device: Device, index: int, capacity: int, num_rows: int) -> Slot:
+def make_slot(device: Device, index: int, capacity: int, result_capacity: int) -> Slot:
     """A slot whose buffers and events carry its index in their names."""
     name = f"slot{index}"
     return Slot(
         host_in=device.buffer(f"{name}.host_in", (capacity,), torch.int32, host=True),
         device_in=device.buffer(f"{name}.device_in", (capacity,), torch.int32),
-        device_out=device.buffer(f"{name}.device_out", (num_rows,), torch.int32),
-        host_out=device.buffer(f"{name}.host_out", (num_rows,), torch.int32, host=True),
+        device_out=device.buffer(f"{name}.device_out", (result_capacity,), torch.int32),
+        host_out=device.buffer(f"{name}.host_out", (result_capacity,), torch.int32, host=True),
         h2d_over=device.event(f"{name}.h2d_over"),
         compute_over=device.event(f"{name}.compute_over"),
         d2h_over=device.event(f"{name}.d2h_over"),

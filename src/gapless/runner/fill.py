@@ -4,7 +4,10 @@ One array is one copy a step. Both sides walk the same list of sections, so neit
 that only steer the launch (sizes, spans) stay in the plan on the host.
 
     decode_rows | chunk_tokens | chunk_positions | chunk_token_rows | chunk_rows | chunk_offsets | chunk_starts
-    | chunk_ends | sample_tokens | sample_rows | new_blocks (row, index, block) | seats (SEAT_WIDTH numbers each)
+    | chunk_ends | sample_tokens | sample_rows | score_samples | score_tokens | score_targets
+    | new_blocks (row, index, block) | seats (SEAT_WIDTH numbers each)
+
+What comes back is one array too: the sampled tokens, then the scores (`plan.score_width` numbers each).
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import numpy as np
 import torch
 
 from gapless.core.limits import Limits
-from gapless.core.params import MAX_STOP_IDS
-from gapless.core.plan import Plan, Seat
+from gapless.core.params import MAX_LOGPROBS, MAX_STOP_IDS
+from gapless.core.plan import NOTHING, Plan, Seat, score_width
 from gapless.core.request import NO_TOKEN, IntArray
 
 SEAT_WIDTH = 8 + MAX_STOP_IDS  # row, top_k, min_total, seed (2), temperature, top_p, min_p, stop ids
@@ -30,14 +33,24 @@ class Sections:
     num_chunk_tokens: int
     num_chunks: int
     num_samples: int
+    num_score_samples: int
+    num_targets: int
     num_new_blocks: int
     num_seats: int
 
     @classmethod
     def of(cls, plan: Plan) -> Sections:
         chunk_tokens = plan.num_tokens - plan.num_decodes
+        num_score_samples = len(plan.score_samples)
         return cls(
-            plan.num_decodes, chunk_tokens, len(plan.chunks), plan.num_samples, len(plan.new_blocks), len(plan.seats)
+            plan.num_decodes,
+            chunk_tokens,
+            len(plan.chunks),
+            plan.num_samples,
+            num_score_samples,
+            plan.num_scores - num_score_samples,
+            len(plan.new_blocks),
+            len(plan.seats),
         )
 
     @property
@@ -55,6 +68,9 @@ class Sections:
             chunks,
             samples,
             samples,
+            self.num_score_samples,
+            self.num_targets,
+            self.num_targets,
             3 * self.num_new_blocks,
             seats,
         )
@@ -78,14 +94,22 @@ class Packed:
     chunk_ends: torch.Tensor  # [num_chunks] the row's length after the step
     sample_tokens: torch.Tensor  # [num_samples] which of the step's tokens is followed by a sample
     sample_rows: torch.Tensor  # [num_samples]
+    score_samples: torch.Tensor  # [num_score_samples] which of the samples want log-probabilities
+    score_tokens: torch.Tensor  # [num_targets] which of the step's tokens is followed by a target
+    score_targets: torch.Tensor  # [num_targets] the prompt tokens whose log-probabilities are wanted
     new_blocks: torch.Tensor  # [num_new_blocks, 3]
     seats: torch.Tensor  # [num_seats, SEAT_WIDTH]
 
 
 def capacity(limits: Limits) -> int:
     """Numbers that any plan within the limits packs into."""
-    rows = limits.num_rows
-    return Sections(rows, limits.max_batch_tokens, rows, rows, limits.max_new_blocks, rows).total
+    rows, tokens = limits.num_rows, limits.max_batch_tokens
+    return Sections(rows, tokens, rows, rows, rows, tokens, limits.max_new_blocks, rows).total
+
+
+def result_capacity(limits: Limits) -> int:
+    """Numbers that any step gives back at most: a sample for each row, and a score for each token it was fed."""
+    return limits.num_rows + limits.max_batch_tokens * score_width(MAX_LOGPROBS)
 
 
 def fill(plan: Plan, out: IntArray) -> int:
@@ -93,7 +117,10 @@ def fill(plan: Plan, out: IntArray) -> int:
     parts: list[IntArray] = [plan.decode_rows]
     if plan.chunks:
         parts += _chunk_parts(plan)
-    parts += [_sample_tokens(plan), plan.sample_rows, plan.new_blocks.reshape(-1)]
+    parts += [_sample_tokens(plan), plan.sample_rows]
+    if plan.num_scores:
+        parts += [plan.score_samples, *_target_parts(plan)]
+    parts += [plan.new_blocks.reshape(-1)]
     parts += [_seat(seat) for seat in plan.seats]
     end = 0
     for part in parts:
@@ -105,7 +132,7 @@ def fill(plan: Plan, out: IntArray) -> int:
 def unpack(packed: torch.Tensor, sections: Sections) -> Packed:
     """Views of the sections of a packed plan."""
     parts = list(torch.split(packed[: sections.total], list(sections.sizes)))
-    parts[10:] = parts[10].view(-1, 3), parts[11].view(-1, SEAT_WIDTH)
+    parts[-2:] = parts[-2].view(-1, 3), parts[-1].view(-1, SEAT_WIDTH)
     return Packed(*parts)
 
 
@@ -128,6 +155,18 @@ def _sample_tokens(plan: Plan) -> IntArray:
     ends = plan.num_decodes + np.cumsum([len(chunk.tokens) for chunk in plan.chunks]) - 1
     samples = np.array([chunk.samples for chunk in plan.chunks], np.bool_)
     return np.concatenate((decodes, ends[samples].astype(np.int32)))
+
+
+def _target_parts(plan: Plan) -> list[IntArray]:
+    """Where the logits of each target come from, and the targets."""
+    offset = plan.num_decodes
+    places: list[IntArray] = [NOTHING]
+    for chunk in plan.chunks:
+        first = offset + chunk.scored_from - chunk.start
+        if len(chunk.targets):
+            places.append(np.arange(first, first + len(chunk.targets), dtype=np.int32))
+        offset += len(chunk.tokens)
+    return [np.concatenate(places), np.concatenate([NOTHING, *(chunk.targets for chunk in plan.chunks)])]
 
 
 def _seat(seat: Seat) -> IntArray:

@@ -84,7 +84,7 @@ class GraphRunner:
         """Replay the plan's graph, or run it as it is."""
         size = self._size(plan)
         if size is None:
-            self.ledger["no graph: prefill"] += 1
+            self.ledger["no graph: prefill" if plan.chunks else "no graph: log-probabilities"] += 1
             self._runner.step(plan, packed_plan, out)
             return
         self._packed[: 2 * size].copy_(packed_plan[: 2 * size])
@@ -92,7 +92,7 @@ class GraphRunner:
         out[: plan.num_decodes].copy_(self._out[: plan.num_decodes])
 
     def _size(self, plan: Plan) -> int | None:
-        if plan.chunks:
+        if plan.chunks or plan.num_scores:
             return None
         return self._sizes[bisect.bisect_left(self._sizes, plan.num_decodes)]
 

@@ -13,11 +13,12 @@ import torch
 
 from gapless.attention.base import Attend, Attention, AttentionBatch, Span
 from gapless.core.limits import Limits
-from gapless.core.plan import Plan
+from gapless.core.plan import Plan, score_width
 from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device
 from gapless.runner.fill import Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
+from gapless.runner.logprobs import score, score_in_slices
 from gapless.runner.row_store import RowStore
 from gapless.runner.sampler import sample
 
@@ -65,6 +66,7 @@ class Runner:
         sampler: Sampler = sample,
     ) -> None:
         self._block_size = limits.block_size
+        self._num_rows = limits.num_rows
         self._model = model
         self._attention = attention
         self._sampler = sampler
@@ -78,15 +80,21 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
-        """Run the plan whose packed form is in `packed_plan`; leave the sampled tokens at the head of `out`."""
+        """Run the plan whose packed form is in `packed_plan`; leave the sampled tokens at the head of `out`.
+
+        The scores, if the plan has any, follow them.
+        """
         packed = unpack(packed_plan, Sections.of(plan))
         self.rows.apply(packed)
         token_ids, positions, token_rows = self._inputs(packed)
         attend = self._attention.begin(self._batch(plan, packed, positions, token_rows))
         hidden = self._model.forward(token_ids, positions, attend)
-        tokens = self._sample(plan, packed, hidden, positions)
+        logits = self._logits(plan, packed, hidden)
+        tokens = self._sample(plan, packed, logits, positions)
         self.rows.advance(packed, tokens)
         out[: plan.num_samples] = tokens
+        if plan.num_scores:
+            self._score(plan, packed, hidden, logits, tokens, out[plan.num_samples : plan.num_results])
 
     def _inputs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, positions and rows of the step's tokens: decodes from the rows, chunks from the host."""
@@ -114,20 +122,39 @@ class Runner:
             chunks=spans(plan),
         )
 
-    def _sample(self, plan: Plan, packed: Packed, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _logits(self, plan: Plan, packed: Packed, hidden: torch.Tensor) -> torch.Tensor:
+        """What the samples are drawn from [num_samples, vocab_size]."""
+        return self._model.logits(hidden[packed.sample_tokens.long()]) if plan.num_samples else hidden[:0]
+
+    def _sample(self, plan: Plan, packed: Packed, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if plan.num_samples == 0:
-            return torch.empty(0, dtype=torch.int64, device=hidden.device)
-        chosen = packed.sample_tokens.long()
-        logits = self._model.logits(hidden[chosen])
+            return torch.empty(0, dtype=torch.int64, device=logits.device)
         return self._sampler(
             logits,
             packed.sample_rows.long(),
-            positions[chosen] + 1,
+            positions[packed.sample_tokens.long()] + 1,
             self.rows,
             random=plan.any_random,
             filtered=plan.any_filtered,
             min_tokens=plan.any_min_tokens,
         )
+
+    def _score(
+        self,
+        plan: Plan,
+        packed: Packed,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        scores = out.view(-1, score_width(plan.num_top))
+        wanting = packed.score_samples.long()
+        if len(wanting):
+            scores[: len(wanting)] = score(logits[wanting], tokens[wanting], plan.num_top)
+        targets = scores[len(wanting) :]
+        places = hidden, packed.score_tokens.long()
+        score_in_slices(self._model.logits, *places, packed.score_targets.long(), targets, self._num_rows)
 
 
 def spans(plan: Plan) -> tuple[Span, ...]:

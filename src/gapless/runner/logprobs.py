@@ -1,0 +1,42 @@
+"""How likely tokens were: log-softmax of the model's own logits, in float32, before temperature and filters.
+
+Pure functions on the device, without a wait. Knows no rows and no requests. What a score's numbers are, `score_width`
+in core/plan.py says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gapless.core.plan import score_width
+
+
+def score(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
+    """Scores [n, score_width] int32 of tokens [n] int64 under logits [n, vocab]."""
+    logits = logits.float()
+    total = logits.logsumexp(dim=1, keepdim=True)
+    own = logits.gather(1, tokens[:, None])
+    rank = (logits > own).sum(dim=1, keepdim=True) + 1
+    top = logits.topk(num_top, dim=1)
+    parts = (own - total).view(torch.int32), rank.int(), top.indices.int(), (top.values - total).view(torch.int32)
+    return torch.cat(parts, dim=1)
+
+
+def score_in_slices(
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    places: torch.Tensor,
+    targets: torch.Tensor,
+    out: torch.Tensor,
+    slice_size: int,
+) -> None:
+    """Write the scores of targets [n] into `out`; the logits of each come from hidden[places].
+
+    Logits are made for `slice_size` places at a time: for all places of a prompt they would not fit into memory.
+    """
+    num_top = (out.shape[1] - score_width(0)) // 2
+    for start in range(0, len(places), slice_size):
+        part = slice(start, start + slice_size)
+        out[part] = score(logits_of(hidden[places[part]]), targets[part], num_top)
