@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
 
 _MASK = 2**64 - 1
@@ -69,6 +70,22 @@ def is_clear_cut(scaled: np.ndarray, params: SamplingParams) -> bool:
     shares = _softmax(ordered) / _softmax(ordered).max()
     clear_p = params.top_p == 1 or np.abs(np.cumsum(probs) - probs - params.top_p).min() > 1e-6
     return bool(clear_p and (params.min_p in (0, 1) or np.abs(shares - params.min_p).min() > 1e-6))
+
+
+def check_logprob(found: TokenLogprob | None, token: int, logits: np.ndarray, num_top: int, atol: float = 1e-5) -> None:
+    """Assert that a log-probability is that of raw logits [vocab], within `atol`; close ones may change places."""
+    assert found is not None
+    expected = logits.astype(np.float64)
+    expected -= expected.max()
+    expected -= np.log(np.exp(expected).sum())
+    assert found.token == token
+    assert abs(found.logprob - expected[token]) <= atol
+    assert (expected > expected[token] + atol).sum() < found.rank <= (expected > expected[token] - atol).sum() + 1
+    tops, values = [top for top, _ in found.top], [value for _, value in found.top]
+    assert len(set(tops)) == len(tops) == num_top
+    assert values == sorted(values, reverse=True)
+    assert np.abs(expected[tops] - values).max(initial=0) <= atol
+    assert np.abs(-np.sort(-expected)[:num_top] - values).max(initial=0) <= atol
 
 
 def _softmax(values: np.ndarray) -> np.ndarray:

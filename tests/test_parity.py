@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import oracles
 from gapless import LLM, SamplingParams
 from gapless.models import loader
 from gapless.models.source import resolve
@@ -207,3 +208,22 @@ def test_with_so_few_blocks_that_requests_give_way(reference: Reference, depth: 
 def test_checked_and_interleaved(reference: Reference) -> None:
     with make(depth=2, check=True, interleave=7) as llm:
         ask(llm, reference, [0, 14, 22, 27, 34])
+
+
+@pytest.mark.parametrize("options", [{"depth": 2}, {"depth": 3, "max_batch_tokens": 16, "num_blocks": 28}])
+def test_log_probabilities(reference: Reference, options: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=COUNT, temperature=0, logprobs=5, prompt_logprobs=3)
+    numbers = [0, 3, 13, 22, 26, 31, 36]
+    with make(**options) as llm:
+        found = llm.generate([list(reference.questions[n].tokens) for n in numbers], params)
+        assert ("num_blocks" in options) == (llm.stats().num_preemptions > 0)
+    for number, done in zip(numbers, found, strict=True):
+        tokens = [*done.prompt_token_ids, *done.token_ids]
+        assert done.token_ids == reference.answers[number]
+        with torch.inference_mode():
+            logits = reference.model(torch.tensor([tokens])).logits[0].numpy()
+        given = [*(done.prompt_logprobs or ()), *(done.logprobs or ())]
+        assert (len(given), given[0]) == (len(tokens), None)
+        for place in range(1, len(tokens)):
+            num_top = 3 if place < len(done.prompt_token_ids) else 5
+            oracles.check_logprob(given[place], tokens[place], logits[place - 1], num_top, atol=1e-4)

@@ -17,7 +17,7 @@ import torch
 import oracles
 from gapless.attention.base import Attend, AttentionBatch, Rotation
 from gapless.core.limits import Limits
-from gapless.core.outcome import Commit, Finished
+from gapless.core.outcome import Commit, Finished, TokenLogprob, completion_logprobs, prompt_logprobs
 from gapless.core.params import SamplingParams
 from gapless.core.request import Request, int_array
 from gapless.core.scheduler import Scheduler
@@ -98,6 +98,20 @@ def toy_truth(request: Request) -> list[int]:
         if tokens[-1] in request.stop_ids:
             break
     return tokens[request.num_prompt :]
+
+
+def check_toy_logprobs(request: Request) -> None:
+    """Assert that a request that ended has the log-probabilities of the toy, computed here in float64."""
+    tokens, wanted = request.tokens.tolist(), request.params
+    found: list[TokenLogprob | None] = list(prompt_logprobs(request) or [None] * request.num_prompt)
+    found += completion_logprobs(request, len(tokens) - request.num_prompt) or [None] * len(tokens)
+    for index, token in enumerate(tokens):
+        num_top = wanted.prompt_logprobs if index < request.num_prompt else wanted.logprobs
+        if num_top is None or index == 0:
+            assert found[index] is None
+            continue
+        terms = (torch.tensor(tokens[:index]) + 1) * _powers()[:index]
+        oracles.check_logprob(found[index], token, _logits(terms.sum()[None])[0].numpy(), num_top)
 
 
 def toy_request(id: str, prompt: Sequence[int], *, seed: int = 0, limits: Limits = LIMITS, **params: object) -> Request:

@@ -12,7 +12,7 @@ from gapless.core.limits import Limits
 from gapless.core.request import Request
 from gapless.device.checker import CheckedDevice
 from gapless.device.cpu import CpuDevice
-from toy import VOCAB, run_on, toy_request, toy_truth
+from toy import VOCAB, check_toy_logprobs, run_on, toy_request, toy_truth
 
 MANY = settings(max_examples=2 * settings().max_examples)
 
@@ -47,6 +47,8 @@ def params(draw: st.DrawFn) -> dict[str, object]:
         "temperature": draw(st.sampled_from([0, 0, 0.4, 1.0, 2.5])),
         "top_k": draw(st.sampled_from([0, 0, 1, 7])),
         "stop_token_ids": tuple(draw(st.sets(st.integers(0, VOCAB - 1), max_size=8))),
+        "logprobs": draw(st.sampled_from([None, None, 0, 4])),
+        "prompt_logprobs": draw(st.sampled_from([None, None, 0, 3, 20])),
     }
 
 
@@ -76,6 +78,8 @@ def test_tokens_are_those_of_the_model(data: st.DataObject) -> None:
     event(f"preempted: {outcome.scheduler.counters.num_preemptions > 0}")
     event(f"overrun: {outcome.scheduler.counters.num_overrun > 0}")
     assert outcome.tokens == {request.id: toy_truth(request) for request in requests}
+    for request in requests:
+        check_toy_logprobs(request)
     check_empty(outcome.scheduler)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from gapless.core.limits import Limits
-from gapless.core.params import MAX_STOP_IDS, SamplingParams
+from gapless.core.params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from gapless.core.plan import Chunk, Plan, Seat
 from gapless.core.request import int_array
 
@@ -58,9 +58,19 @@ def plans(draw: st.DrawFn) -> Plan:
         any_random=False,
         any_filtered=False,
         any_min_tokens=False,
+        score_samples=int_array(sorted(draw(_subset(num_decodes + len(sampling))))),
+        num_top=draw(st.integers(0, MAX_LOGPROBS)),
     )
+
+
+def _subset(count: int) -> st.SearchStrategy[set[int]]:
+    return st.sets(st.integers(0, count - 1)) if count else st.just(set())
 
 
 def _chunk(draw: st.DrawFn, row: int) -> Chunk:
     tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6))
-    return Chunk(row, draw(st.integers(1, 9)), draw(st.integers(0, 50)), int_array(tokens), draw(st.booleans()))
+    start, samples = draw(st.integers(0, 50)), draw(st.booleans())
+    scored_from = draw(st.integers(start, start + len(tokens)))
+    room = start + len(tokens) - samples - scored_from
+    targets = draw(st.lists(st.integers(0, 2**31 - 1), max_size=max(room, 0)))
+    return Chunk(row, draw(st.integers(1, 9)), start, int_array(tokens), samples, int_array(targets), scored_from)

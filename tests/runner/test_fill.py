@@ -11,7 +11,7 @@ from plans import LIMITS, plans
 from fakes import FakeExecutor, drive, make_limits, make_request
 from gapless.core.plan import Plan
 from gapless.device.cpu import CpuDevice, InlineDriver
-from gapless.runner.fill import SEAT_WIDTH, Packed, Sections, capacity, fill, unpack
+from gapless.runner.fill import SEAT_WIDTH, Packed, Sections, capacity, fill, result_capacity, unpack
 from gapless.runner.row_store import RowStore
 from gapless.runner.runner import spans
 
@@ -48,6 +48,19 @@ def test_samples_follow_the_decodes_and_the_ends_of_sampling_chunks(plan: Plan) 
     assert [owners[index] for index in chosen] == plan.sample_rows.tolist()
     last = {row: index for index, row in enumerate(owners)}
     assert chosen == [last[row] for row in plan.sample_rows.tolist()]
+
+
+@given(plans())
+def test_scores_follow_the_samples_that_want_them_and_the_targets_of_chunks(plan: Plan) -> None:
+    packed, _, _ = pack(plan)
+    assert packed.score_samples.tolist() == plan.score_samples.tolist()
+    assert packed.score_targets.tolist() == [token for chunk in plan.chunks for token in chunk.targets.tolist()]
+    places = zip(packed.chunk_token_rows.tolist(), packed.chunk_positions.tolist(), strict=True)
+    owners = [*((row, None) for row in plan.decode_rows.tolist()), *places]
+    wanted = [(chunk.row, chunk.scored_from + i) for chunk in plan.chunks for i in range(len(chunk.targets))]
+    assert [owners[index] for index in packed.score_tokens.tolist()] == wanted
+    assert plan.num_scores == len(packed.score_samples) + len(wanted)
+    assert plan.num_samples <= plan.num_results <= result_capacity(LIMITS)
 
 
 @given(plans())
