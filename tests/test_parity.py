@@ -210,10 +210,10 @@ def test_checked_and_interleaved(reference: Reference) -> None:
         ask(llm, reference, [0, 14, 22, 27, 34])
 
 
-@pytest.mark.parametrize("options", [{"depth": 2}, {"depth": 3, "max_batch_tokens": 16, "num_blocks": 28}])
+@pytest.mark.parametrize("options", [{"depth": 2}, {"depth": 3, "max_batch_tokens": 16, "num_blocks": 8}])
 def test_log_probabilities(reference: Reference, options: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=COUNT, temperature=0, logprobs=5, prompt_logprobs=3)
-    numbers = [0, 3, 13, 22, 26, 31, 36]
+    numbers = [3, 13, 26, 31]
     with make(**options) as llm:
         found = llm.generate([list(reference.questions[n].tokens) for n in numbers], params)
         assert ("num_blocks" in options) == (llm.stats().num_preemptions > 0)

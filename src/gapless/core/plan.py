@@ -77,12 +77,13 @@ class Plan:
     @property
     def num_scores(self) -> int:
         """Places whose log-probabilities the step gives: the samples that want them, then the chunks' targets."""
-        return len(self.score_samples) + sum(len(chunk.targets) for chunk in self.chunks)
+        return len(self.score_samples) + (sum(len(chunk.targets) for chunk in self.chunks) if self.chunks else 0)
 
     @property
     def num_results(self) -> int:
         """Numbers that the step gives back: the sampled tokens, then the scores."""
-        return self.num_samples + self.num_scores * score_width(self.num_top)
+        num_scores = self.num_scores
+        return len(self.sample_rows) + (num_scores * score_width(self.num_top) if num_scores else 0)
 
 
 def score_width(num_top: int) -> int:

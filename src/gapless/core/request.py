@@ -54,6 +54,10 @@ class Request:
         return len(self.prompt)
 
     @property
+    def wants_scores(self) -> bool:
+        return self.params.logprobs is not None or self.params.prompt_logprobs is not None
+
+    @property
     def num_prompt_scores(self) -> int:
         """Positions whose logits have been turned into log-probabilities of the prompt's next token."""
         return sum(len(scores) for scores in self.prompt_scores)
@@ -89,6 +93,7 @@ class RowTable:
         self.chain: list[int] = [0] * num_rows  # prefix-index entry of the last registered block
         self.num_chained: list[int] = [0] * num_rows  # blocks registered so far
         self.request: list[Request | None] = [None] * num_rows
+        self.num_scoring = 0  # requests here that want log-probabilities of any kind
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -116,6 +121,7 @@ class RowTable:
         self.stop_ids[row, : len(request.stop_ids)] = request.stop_ids
         self.chain[row] = self.num_chained[row] = 0
         self.request[row] = request
+        self.num_scoring += request.wants_scores
         request.row = row
         return row
 
@@ -127,11 +133,13 @@ class RowTable:
         self.decoding[row] = False
         self.arrival[row] = -1
         self.request[row] = None
+        self.num_scoring -= request.wants_scores
         self._free.append(row)
         request.row = -1
 
     def check(self) -> None:
         """Assert what must always hold. For tests and the checking mode."""
+        assert self.num_scoring == sum(request.wants_scores for request in self.request if request is not None)
         for row, request in enumerate(self.request):
             if request is None:
                 assert row in self._free, f"row {row} leaked"

@@ -240,6 +240,8 @@ class Scheduler:
     def _wanted_scores(self, samples: LongArray, chunks: list[Chunk]) -> tuple[IntArray, int]:
         """Which samples want log-probabilities, and how many likeliest tokens anybody in the step wants."""
         rows = self.rows
+        if rows.num_scoring == 0:
+            return NOTHING, 0
         wanted = rows.num_logprobs[samples]
         most = max(int(wanted.max(initial=-1)), 0)
         for chunk in chunks:
@@ -313,10 +315,11 @@ class Scheduler:
     def _keep_scores(self, plan: Plan, live: npt.NDArray[np.bool_], scores: IntArray) -> None:
         """Give each request its own; copies, so that none keeps a whole step's in memory."""
         rows, wanting = self.rows, plan.score_samples
-        for index in np.flatnonzero(live[wanting]).tolist():
-            request = rows.request[plan.sample_rows[wanting[index]]]
+        kept = live[wanting]
+        for row, score in zip(plan.sample_rows[wanting[kept]].tolist(), scores[: len(wanting)][kept], strict=True):
+            request = rows.request[row]
             assert request is not None
-            request.scores.append(scores[index].copy())
+            request.scores.append(score.copy())
         end = len(wanting)
         for chunk in plan.chunks:
             start, end = end, end + len(chunk.targets)

@@ -15,6 +15,7 @@ import torch
 from gapless.attention.base import Attention, Rotation
 from gapless.config import EngineOptions, parse_bytes
 from gapless.core.limits import Limits
+from gapless.core.params import MAX_LOGPROBS
 from gapless.device import open_device, pick_device
 from gapless.device.base import Device
 from gapless.errors import CapacityError, ConfigError
@@ -23,6 +24,7 @@ from gapless.models.llama import CausalLM
 from gapless.models.loader import load_config, load_model
 from gapless.models.source import ModelSource
 from gapless.runner.kv_store import KVStore, block_bytes
+from gapless.runner.logprobs import score
 from gapless.runner.runner import Runner, Sampler
 from gapless.runner.sampler import sample
 
@@ -131,6 +133,7 @@ def _dry_run(model: CausalLM, config: ModelConfig, device: Device, num_rows: int
     hidden = model.forward(ids, ids, attend)
     logits = model.logits(hidden[:num_rows])
     logits.float().softmax(dim=1, dtype=torch.float64).cumsum(dim=1)
+    score(model.logits(hidden[:num_rows]), ids[:num_rows], min(MAX_LOGPROBS, config.vocab_size))  # a slice of a prompt
 
 
 def _kv_store(device: Device, config: ModelConfig, resolved: Resolved) -> KVStore:
