@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from fakes import FakeExecutor, Run, check_empty, drive, make_limits, make_request, truth, turn
+from fakes import FakeExecutor, Run, check_empty, check_logprobs, drive, make_limits, make_request, truth, turn
 from gapless.core.limits import Limits
 from gapless.core.outcome import Finished
 from gapless.core.request import Request
@@ -508,3 +508,37 @@ def test_the_check_sees_damage(damage) -> None:
     damage(run.scheduler)
     with pytest.raises(AssertionError):
         run.scheduler.check()
+
+
+# -- log-probabilities of prompts ----------------------------------------------------------------------------------
+
+
+def starts(run: Run, request: Request) -> list[int]:
+    """Where the request began each time that it was seated."""
+    plans = run.executor.launched
+    rows = [(plan, seat.row) for plan in plans for seat in plan.seats if seat.params is request.params]
+    return [chunk.start for plan, row in rows for chunk in plan.chunks if chunk.row == row]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_prompt_that_is_scored_again_after_a_preemption_goes_on_where_it_was(depth: int) -> None:
+    limits = make_limits(num_rows=2, num_blocks=7, max_batch_tokens=2)
+    old = make_request("old", [1] * 4, limits, max_tokens=16)
+    scored = make_request("scored", range(15), limits, max_tokens=2, prompt_logprobs=2)
+    run = drive(limits, {0: [old, scored]}, depth=depth)
+    check_truth(run, old, scored)
+    check_logprobs(scored)
+    assert starts(run, scored) == [0, 8]
+    assert scored.num_cached == 0
+    if depth == 1:  # nothing was in flight when it gave way
+        assert sum(len(chunk.targets) for plan in run.executor.launched for chunk in plan.chunks) == 14
+
+
+def test_a_prompt_that_is_scored_computes_what_others_find() -> None:
+    scored, again = (make_request(id, range(13), LIMITS, prompt_logprobs=0) for id in "ab")
+    plain = make_request("c", range(13), LIMITS, logprobs=1)
+    run = drive(LIMITS, {0: [scored], 20: [again], 40: [plain]})
+    assert [request.num_cached for request in (scored, again, plain)] == [0, 0, 12]
+    for request in (scored, again, plain):
+        check_logprobs(request)
+    assert run.scheduler.rows.num_scoring == 0

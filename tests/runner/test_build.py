@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 
 from gapless.config import EngineOptions
 from gapless.device import cpu
+from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.errors import CapacityError, ConfigError
+from gapless.models.loader import load_config, load_model
 from gapless.models.source import resolve as find
-from gapless.runner.build import Resolved, resolve
+from gapless.runner.build import Resolved, _dry_run, resolve
 from gapless.runner.kv_store import block_bytes
 
 BLOCK_BYTES = 2 * 16 * 2 * 2 * 8 * 4  # layers, tokens, k and v, kv heads, head size, float32
@@ -74,3 +77,16 @@ def test_the_cache_is_float32_on_a_cpu(dummy_dir: Path) -> None:
 def test_options_reach_the_limits(dummy_dir: Path) -> None:
     limits = resolved(dummy_dir, block_size=8, prefix_cache=False, max_batch_tokens=64, max_num_rows=5).limits
     assert (limits.block_size, limits.prefix_cache, limits.max_batch_tokens, limits.num_rows) == (8, False, 64, 5)
+
+
+def test_the_dry_run_makes_logits_for_no_more_places_than_rows(dummy_dir: Path) -> None:
+    """What it needs is the largest step there can be; on a GPU its memory is measured."""
+    config = load_config(find(dummy_dir))
+    device = CpuDevice(driver=InlineDriver())
+    model = load_model(find(dummy_dir), config, dtype=torch.float32, device=device.torch_device, load_format="dummy")
+    sizes: list[int] = []
+    noted = SimpleNamespace(
+        forward=model.forward, logits=lambda hidden: sizes.append(len(hidden)) or model.logits(hidden)
+    )
+    _dry_run(noted, config, device, 3, 20)  # type: ignore[arg-type]
+    assert sizes == [3, 3]
