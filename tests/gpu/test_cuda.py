@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import oracles
 from gapless import LLM, SamplingParams
 
 pytestmark = [
@@ -93,7 +94,15 @@ def test_float32_tokens_equal_transformers(
 def test_no_hidden_synchronization(model_dir: Path, prompts: list[list[int]]) -> None:
     """Prefill, decode, sampling, rows that come and go: nothing but the wait for an event holds the host back."""
     params = [
-        SamplingParams(max_tokens=20 + i, temperature=i % 2, top_k=5 * (i % 3), min_tokens=i % 4, ignore_eos=True)
+        SamplingParams(
+            max_tokens=20 + i,
+            temperature=i % 2,
+            top_k=5 * (i % 3),
+            min_tokens=i % 4,
+            ignore_eos=True,
+            logprobs=[None, 0, 5, None][i % 4],
+            prompt_logprobs=[None, None, 2, None, 0][i % 5],
+        )
         for i in range(len(prompts))
     ]
     with LLM(model_dir, dtype="bfloat16", device="cuda", depth=2, max_num_rows=16) as llm:
@@ -178,3 +187,25 @@ def test_stream_sanitizer_finds_nothing(model_dir: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "finished 20" in done.stdout
     assert "possible data race" not in (done.stdout + done.stderr), done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("options", [{"depth": 2}, {"depth": 3, "max_batch_tokens": 64, "max_num_rows": 16}], ids=str)
+def test_log_probabilities_are_those_of_transformers(
+    model_dir: Path, prompts: list[list[int]], options: dict[str, int]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=5, prompt_logprobs=20)
+    with LLM(model_dir, dtype="float32", device="cuda", **options) as llm:
+        found = llm.generate(prompts, params)
+        assert llm.engine.ledger()["no graph: log-probabilities"] > 0
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).cuda().eval()
+    for done in found:
+        tokens = [*done.prompt_token_ids, *done.token_ids]
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens], device="cuda")).logits[0].cpu().numpy()
+        given = [*(done.prompt_logprobs or ()), *(done.logprobs or ())]
+        for place in range(1, len(tokens)):
+            num_top = 20 if place < len(done.prompt_token_ids) else 5
+            oracles.check_logprob(given[place], tokens[place], logits[place - 1], num_top, atol=0.02)
