@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +12,8 @@ from gapless.attention.base import Attend
 from gapless.core.scheduler import Scheduler
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.pipeline.executor import LocalExecutor
-from toy import LIMITS, VOCAB, ToyModel, run_on, toy_requests, toy_runner, toy_truth
+from gapless.runner.sampler import sample
+from toy import LIMITS, VOCAB, ToyModel, check_toy_logprobs, run_on, run_toy, toy_requests, toy_runner, toy_truth
 
 
 @pytest.fixture
@@ -77,3 +81,22 @@ def test_the_rows_know_the_lengths_that_the_scheduler_promised() -> None:
             count = int(scheduler.rows.num_blocks[row])
             assert runner.rows.blocks[row, :count].tolist() == scheduler.rows.blocks[row, :count].tolist()
         scheduler.commit(plan, tokens)
+
+
+def test_log_probabilities_are_of_the_logits_before_the_sampler_wrote_on_them() -> None:
+    """A sampler may work in place, as the one for GPUs does where a stop may not come yet."""
+
+    def scribbling(logits: torch.Tensor, *args: Any, **flags: bool) -> torch.Tensor:
+        tokens = sample(logits, *args, **flags)
+        logits.fill_(-torch.inf)
+        return tokens
+
+    device = CpuDevice(driver=InlineDriver())
+    runner = toy_runner(device, LIMITS)
+    runner._sampler = scribbling
+    requests = toy_requests()
+    for request in requests:
+        request.params = replace(request.params, logprobs=1, prompt_logprobs=1)
+    run_toy(LocalExecutor(device, runner, LIMITS, 2), requests, depth=2)
+    for request in requests:
+        check_toy_logprobs(request)

@@ -1,7 +1,7 @@
 """Decode steps as replays of captured CUDA graphs, one for each batch size of a ladder.
 
 A step that has a graph is one replay: rows in, tokens out, padded to the next size with a row that nobody owns. A step
-that has none (it prefills) runs as it is and is counted with the reason.
+that has none (it prefills, or gives log-probabilities) runs as it is and is counted with the reason.
 """
 
 from __future__ import annotations

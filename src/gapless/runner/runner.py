@@ -90,11 +90,12 @@ class Runner:
         attend = self._attention.begin(self._batch(plan, packed, positions, token_rows))
         hidden = self._model.forward(token_ids, positions, attend)
         logits = self._logits(plan, packed, hidden)
+        raw = logits[packed.score_samples.long()] if len(plan.score_samples) else logits[:0]  # before sampling writes them
         tokens = self._sample(plan, packed, logits, positions)
         self.rows.advance(packed, tokens)
         out[: plan.num_samples] = tokens
         if plan.num_scores:
-            self._score(plan, packed, hidden, logits, tokens, out[plan.num_samples : plan.num_results])
+            self._score(plan, packed, hidden, raw, tokens, out[plan.num_samples : plan.num_results])
 
     def _inputs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, positions and rows of the step's tokens: decodes from the rows, chunks from the host."""
@@ -144,15 +145,15 @@ class Runner:
         plan: Plan,
         packed: Packed,
         hidden: torch.Tensor,
-        logits: torch.Tensor,
+        raw: torch.Tensor,
         tokens: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
+        """Write the scores: of the samples that want them, whose logits are `raw`, then of the chunks' targets."""
         scores = out.view(-1, score_width(plan.num_top))
-        wanting = packed.score_samples.long()
-        if len(wanting):
-            scores[: len(wanting)] = score(logits[wanting], tokens[wanting], plan.num_top)
-        targets = scores[len(wanting) :]
+        if len(raw):
+            scores[: len(raw)] = score(raw, tokens[packed.score_samples.long()], plan.num_top)
+        targets = scores[len(raw) :]
         places = hidden, packed.score_tokens.long()
         score_in_slices(self._model.logits, *places, packed.score_targets.long(), targets, self._num_rows)
 
