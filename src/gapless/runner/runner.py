@@ -90,7 +90,8 @@ class Runner:
         attend = self._attention.begin(self._batch(plan, packed, positions, token_rows))
         hidden = self._model.forward(token_ids, positions, attend)
         logits = self._logits(plan, packed, hidden)
-        raw = logits[packed.score_samples.long()] if len(plan.score_samples) else logits[:0]  # before sampling writes them
+        # a copy, for a sampler may write on the logits
+        raw = logits[packed.score_samples.long()] if len(plan.score_samples) else logits[:0]
         tokens = self._sample(plan, packed, logits, positions)
         self.rows.advance(packed, tokens)
         out[: plan.num_samples] = tokens
