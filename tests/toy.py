@@ -69,8 +69,8 @@ class ToyAttention:
             self._pool[batch.slots] = heads.long()
             decodes = zip(batch.blocks[batch.decode_rows], batch.decode_lengths, strict=True)
             hashes = [self._terms(table)[:length].sum() for table, length in decodes]
-            chunks = zip(batch.blocks[batch.chunk_rows], batch.chunks, strict=True)
-            parts = [self._terms(table)[: span.length].cumsum(0)[span.start :] for table, span in chunks]
+            chunks = zip(batch.blocks[batch.chunk_rows], batch.chunk_starts, batch.chunk_ends, strict=True)
+            parts = [self._terms(table)[:end].cumsum(0)[start:] for table, start, end in chunks]
             return torch.cat([torch.stack(hashes), *parts] if hashes else parts)
 
         return attend

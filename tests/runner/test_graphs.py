@@ -2,21 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+from gapless.core.request import Request
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.pipeline.executor import LocalExecutor
-from gapless.runner.graphs import GraphRunner
+from gapless.runner import graphs
+from gapless.runner.graphs import GraphRunner, ladder
 from toy import LIMITS, ToyModel, check_toy_logprobs, run_toy, toy_requests, toy_runner, toy_truth
+
+
+class Played:
+    """Stands for a graph: a replay runs again what was recorded."""
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        body()  # as capturing does
+        self.replay = torch.inference_mode()(body)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_record", lambda body, pool, stream: Played(body))
+    for name in ("graph_pool_handle", "Stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    monkeypatch.setattr(graphs, "CHUNK_TOKENS", (2, 5, 9))
+    monkeypatch.setattr(graphs, "MIXED_ROWS", (1, 3))
+    monkeypatch.setattr(graphs, "NUM_CHUNKS", 3)
+
+
+def run_with_graphs(requests: list[Request], *, mixed: bool) -> GraphRunner:
+    """All steps through a graph runner; every token must be the true one."""
+    device = CpuDevice(driver=InlineDriver())
+    inner = toy_runner(device, LIMITS)
+    runner = GraphRunner(inner, ToyModel(), inner._attention, LIMITS, mixed=mixed)
+    outcome = run_toy(LocalExecutor(device, runner, LIMITS, 2), requests, depth=2)
+    assert outcome.tokens == {request.id: toy_truth(request) for request in requests}
+    assert inner.rows.length[-1] == 0
+    return runner
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_decode_steps_are_replays_and_prefill_is_counted() -> None:
+    runner = run_with_graphs(toy_requests(), mixed=False)
+    assert set(runner.ledger) == {"no graph: prefill"}
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_mixed_steps_are_replays_of_padded_plans() -> None:
+    """Steps with more chunk tokens or chunks than any captured shape still run, and are counted."""
+    plain = run_with_graphs(toy_requests(), mixed=False)
+    mixed = run_with_graphs(toy_requests(), mixed=True)
+    assert mixed.ledger["no graph: prefill"] < plain.ledger["no graph: prefill"]
+    assert mixed.cost.num_graphs == mixed.cost.num_wanted == 2 * (len(ladder(LIMITS.num_rows)) + 9)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_what_the_budget_leaves_out_is_padded_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "BUDGET_BYTES", 10)
+    free = iter(range(100, 0, -6))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 0))
+    runner = run_with_graphs(toy_requests(), mixed=True)
+    assert runner.cost.num_graphs == 4  # the two largest decode shapes
+    assert "of" in str(runner.cost)
 
 
 def test_steps_that_want_log_probabilities_run_without_a_graph_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """No graph is there: any step that was taken for a replay would raise."""
-    monkeypatch.setattr(GraphRunner, "_capture_all", lambda self, progress: None)
+    monkeypatch.setattr(GraphRunner, "_capture_all", lambda self, wanted, progress: None)
     device = CpuDevice(driver=InlineDriver())
     inner = toy_runner(device, LIMITS)
     runner = GraphRunner(inner, ToyModel(), inner._attention, LIMITS)

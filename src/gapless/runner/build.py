@@ -5,6 +5,7 @@ Owns the sizing: data types, lengths, and how many blocks fit. Nothing here runs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from gapless.device import open_device, pick_device
 from gapless.device.base import Device
 from gapless.errors import CapacityError, ConfigError
 from gapless.models.config import ModelConfig
-from gapless.models.llama import CausalLM
+from gapless.models.llama import CausalLM, weight_shapes
 from gapless.models.loader import load_config, load_model
 from gapless.models.source import ModelSource
 from gapless.runner.kv_store import KVStore, block_bytes
@@ -99,7 +100,8 @@ def build(options: EngineOptions, source: ModelSource, progress: Progress | None
     if device.torch_device.type in GRAPH_DEVICES:
         from gapless.runner.graphs import GraphRunner  # needs Triton, which only GPU installations have
 
-        return Built(resolved, device, GraphRunner(runner, model, attention, resolved.limits, progress))
+        mixed = _weight_bytes(config, resolved.dtype) < MIXED_GRAPHS_BELOW_BYTES
+        return Built(resolved, device, GraphRunner(runner, model, attention, resolved.limits, progress, mixed=mixed))
     return Built(resolved, device, runner)
 
 
@@ -134,6 +136,10 @@ def _dry_run(model: CausalLM, config: ModelConfig, device: Device, num_rows: int
     logits = model.logits(hidden[:num_rows])
     logits.float().softmax(dim=1, dtype=torch.float64).cumsum(dim=1)
     score(model.logits(hidden[:num_rows]), ids[:num_rows], min(MAX_LOGPROBS, config.vocab_size))  # a slice of a prompt
+
+
+def _weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    return dtype.itemsize * sum(math.prod(shape) for shape in weight_shapes(config).values())
 
 
 def _kv_store(device: Device, config: ModelConfig, resolved: Resolved) -> KVStore:
@@ -198,6 +204,7 @@ def _cuda_defaults() -> DeviceDefaults:
 ATTENTION = {"cpu": _reference, "cuda": _triton}
 DEFAULTS = {"cpu": _cpu_defaults, "cuda": _cuda_defaults}
 GRAPH_DEVICES = ("cuda",)
+MIXED_GRAPHS_BELOW_BYTES = 4 * 2**30  # of weights: larger models run longer than their launches take
 HEADS_FIRST_DEVICES = ("cpu",)  # whose attention gathers the KV cache head by head
 
 

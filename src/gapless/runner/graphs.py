@@ -1,15 +1,18 @@
-"""Decode steps as replays of captured CUDA graphs, one for each batch size of a ladder.
+"""Steps as replays of captured CUDA graphs, for a ladder of shapes.
 
-A step that has a graph is one replay: rows in, tokens out, padded to the next size with a row that nobody owns. A step
-that has none (it prefills, or gives log-probabilities) runs as it is and is counted with the reason.
+A decode step that has a graph is one replay: rows in, tokens out, padded to the next size with a row that nobody owns.
+Small models, whose mixed steps take the host longer to launch than the GPU to run, have graphs for those too. A step
+without one (much prefill, or log-probabilities) runs as it is and is counted with the reason.
 """
 
 from __future__ import annotations
 
 import bisect
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,11 +24,20 @@ from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.device.base import Buffer
 from gapless.runner.draw_kernels import pick
+from gapless.runner.fill import Sections, fill, unpack
 from gapless.runner.graph_kernels import DecodeInputs, argmax, begin, end
+from gapless.runner.padding import Shape, pad
 from gapless.runner.runner import Model, Runner
+
+log = logging.getLogger(__name__)
 
 NO_BLOCK = -1
 WARM_UPS = 2
+NUM_CHUNKS = 8  # of a captured mixed step, one of them padding
+CHUNK_TOKENS = (32, 64, 128, 256, 512)
+MIXED_ROWS = (8, 32, 128)
+BUDGET_S = 120.0  # for all captures; what is left over then stays without a graph
+BUDGET_BYTES = 3 * 2**30
 
 
 def ladder(num_rows: int) -> list[int]:
@@ -34,16 +46,44 @@ def ladder(num_rows: int) -> list[int]:
     return [size for size in sizes if size < num_rows] + [num_rows]
 
 
+def mixed_ladder(limits: Limits) -> list[Shape]:
+    """Shapes of mixed steps to capture, the smallest first."""
+    rows = [count for count in MIXED_ROWS if count < limits.num_rows] + [limits.num_rows]
+    tokens = [count for count in CHUNK_TOKENS if count <= min(limits.max_batch_tokens, limits.max_model_len)]
+    return [Shape(num_rows, count, NUM_CHUNKS) for num_rows in rows for count in tokens]
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
     """A graph, and the tensors it works on, which must live as long."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: DecodeInputs
+    inputs: DecodeInputs | None = None
+
+
+@dataclass(slots=True)
+class Cost:
+    """What capturing took."""
+
+    num_graphs: int = 0
+    num_wanted: int = 0
+    seconds: float = 0.0
+    memory_bytes: int = 0
+    began_s: float = field(default_factory=time.perf_counter)
+
+    def within_budget(self) -> bool:
+        self.seconds = time.perf_counter() - self.began_s
+        return self.seconds < BUDGET_S and self.memory_bytes < BUDGET_BYTES
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_graphs} of {self.num_wanted} graphs captured in {self.seconds:.1f} s (at most {BUDGET_S:.0f}), "
+            f"{self.memory_bytes / 2**30:.2f} GiB (at most {BUDGET_BYTES / 2**30:.0f})"
+        )
 
 
 class GraphRunner:
-    """Runs steps like the runner it wraps, decode steps from graphs."""
+    """Runs steps like the runner it wraps, from graphs where it has one."""
 
     def __init__(
         self,
@@ -52,26 +92,38 @@ class GraphRunner:
         attention: Attention,
         limits: Limits,
         progress: Callable[[int, int], None] | None = None,
+        *,
+        mixed: bool = False,
     ) -> None:
+        """mixed: capture steps that prefill and decode too."""
         self._runner = runner
         self._model = model
         self._attention = attention
         self._limits = limits
         self.buffers: Sequence[Buffer] = runner.buffers
         self.ledger: Counter[str] = Counter()  # steps without a graph, by reason
-        self._sizes = ladder(limits.num_rows)
+        self.cost = Cost()
+        wanted = [
+            Shape(size, 0, 0) for size in reversed(ladder(limits.num_rows))
+        ]  # largest first: its memory is shared
+        wanted += reversed(mixed_ladder(limits) if mixed else [])
         device = runner.rows.last_token.device
-        self._packed = torch.zeros(2 * self._sizes[-1], dtype=torch.int32, device=device)
-        self._out = torch.zeros(self._sizes[-1], dtype=torch.int32, device=device)
-        self._graphs: dict[tuple[int, bool], Captured] = {}
-        self._capture_all(progress)
+        size = max(_packed_size(shape) for shape in wanted)
+        self._packed = torch.zeros(size, dtype=torch.int32, device=device)
+        self._out = torch.zeros(max(shape.num_samples for shape in wanted), dtype=torch.int32, device=device)
+        self._graphs: dict[tuple[Shape, bool], Captured] = {}
+        self._decode_shapes: list[Shape] = []  # captured, smallest first
+        self._mixed_shapes: list[Shape] = []
+        self._capture_all(wanted, progress)
 
     def fill(self, plan: Plan, out: IntArray) -> int:
         """Pack the plan the way its step will read it."""
-        size = self._size(plan)
-        if size is None:
+        shape = self._shape(plan)
+        if shape is None:
             return self._runner.fill(plan, out)
-        count = plan.num_decodes
+        if shape.num_chunks:
+            return fill(pad(plan, shape, self._limits.num_rows), out)
+        size, count = shape.num_decodes, plan.num_decodes
         rows, blocks = out[:size], out[size : 2 * size]
         rows[:count] = plan.decode_rows
         rows[count:] = self._limits.num_rows
@@ -82,47 +134,69 @@ class GraphRunner:
 
     def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         """Replay the plan's graph, or run it as it is."""
-        size = self._size(plan)
-        if size is None:
-            self.ledger["no graph: prefill" if plan.chunks else "no graph: log-probabilities"] += 1
+        shape = self._shape(plan)
+        if shape is None:
+            self.ledger["no graph: log-probabilities" if plan.num_scores else "no graph: prefill"] += 1
             self._runner.step(plan, packed_plan, out)
             return
-        self._packed[: 2 * size].copy_(packed_plan[: 2 * size])
-        self._graphs[size, _is_greedy(plan)].graph.replay()
-        out[: plan.num_decodes].copy_(self._out[: plan.num_decodes])
+        if shape.num_chunks and (plan.seats or len(plan.new_blocks)):
+            padded = pad(plan, shape, self._limits.num_rows)
+            self._runner.rows.apply(unpack(packed_plan, Sections.of(padded)))
+        size = _packed_size(shape)
+        self._packed[:size].copy_(packed_plan[:size])
+        self._graphs[shape, _is_greedy(plan)].graph.replay()
+        count = plan.num_decodes
+        out[:count].copy_(self._out[:count])
+        if plan.num_samples > count:
+            out[count : plan.num_samples].copy_(self._out[shape.chunk_samples(plan)])
 
-    def _size(self, plan: Plan) -> int | None:
-        if plan.chunks or plan.num_scores:
+    def _shape(self, plan: Plan) -> Shape | None:
+        """The smallest captured shape that holds the plan."""
+        if plan.num_scores:
             return None
-        return self._sizes[bisect.bisect_left(self._sizes, plan.num_decodes)]
+        if plan.chunks:
+            return next((shape for shape in self._mixed_shapes if shape.holds(plan)), None)
+        index = bisect.bisect_left(self._decode_shapes, plan.num_decodes, key=lambda shape: shape.num_decodes)
+        return self._decode_shapes[index] if index < len(self._decode_shapes) else None
 
-    def _capture_all(self, progress: Callable[[int, int], None] | None) -> None:
+    def _capture_all(self, wanted: Sequence[Shape], progress: Callable[[int, int], None] | None) -> None:
+        """As many as the budget allows; a shape that is left out is padded to a larger one."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
-        wanted = [(size, greedy) for size in reversed(self._sizes) for greedy in (True, False)]
-        self._packed.fill_(self._limits.num_rows)  # capture on padding alone
-        for index, key in enumerate(wanted):
-            self._graphs[key] = self._capture(*key, pool, stream)
+        free = torch.cuda.mem_get_info()[0]
+        self.cost = Cost(num_wanted=2 * len(wanted))
+        for index, shape in enumerate(wanted):
+            if not self.cost.within_budget():
+                break
+            capture = self._capture_mixed if shape.num_chunks else self._capture_decode
+            for greedy in (True, False):
+                self._graphs[shape, greedy] = capture(shape, greedy, pool, stream)
+            (self._mixed_shapes if shape.num_chunks else self._decode_shapes).insert(0, shape)
+            self.cost.num_graphs += 2
+            self.cost.memory_bytes = free - torch.cuda.mem_get_info()[0]
             if progress is not None:
                 progress(index + 1, len(wanted))
         torch.cuda.synchronize()
+        self.cost.within_budget()
+        log.info("%s", self.cost)
 
     @torch.inference_mode()
-    def _capture(self, size: int, greedy: bool, pool: Any, stream: torch.cuda.Stream) -> Captured:
-        self._packed[:size] = self._limits.num_rows
+    def _capture_decode(self, shape: Shape, greedy: bool, pool: Any, stream: torch.cuda.Stream) -> Captured:
+        size = shape.num_decodes
+        self._packed[:size] = self._limits.num_rows  # padding alone
         self._packed[size : 2 * size] = NO_BLOCK
         inputs = DecodeInputs(size, self._packed.device)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                self._body(inputs, greedy)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            self._body(inputs, greedy)
-        return Captured(graph, inputs)
+        return Captured(_record(lambda: self._decode(inputs, greedy), pool, stream), inputs)
 
-    def _body(self, inputs: DecodeInputs, greedy: bool) -> None:
+    @torch.inference_mode()
+    def _capture_mixed(self, shape: Shape, greedy: bool, pool: Any, stream: torch.cuda.Stream) -> Captured:
+        plan = pad(_NO_PLAN, shape, self._limits.num_rows)
+        packed = np.zeros(_packed_size(shape), np.int32)
+        fill(plan, packed)
+        self._packed[: len(packed)] = torch.from_numpy(packed).to(self._packed.device)
+        return Captured(_record(lambda: self._mixed(plan, greedy), pool, stream))
+
+    def _decode(self, inputs: DecodeInputs, greedy: bool) -> None:
         rows = self._runner.rows
         begin(self._packed, rows.last_token, rows.length, rows.blocks, self._limits.block_size, inputs)
         nothing = self._packed[:0]
@@ -143,6 +217,53 @@ class GraphRunner:
         tokens = argmax(logits) if greedy else pick(logits, inputs.rows, inputs.lengths, rows)
         end(tokens, inputs, rows.last_token, rows.length, self._out)
 
+    def _mixed(self, plan: Plan, greedy: bool) -> None:
+        """What the runner does with a padded plan, from `_packed` to `_out`."""
+        rows = self._runner.rows
+        packed = unpack(self._packed, Sections.of(plan))
+        hidden, positions = self._runner.forward(plan, packed)
+        chosen = packed.sample_tokens.long()
+        logits = self._model.logits(hidden[chosen])
+        places = positions[chosen] + 1
+        tokens = argmax(logits) if greedy else pick(logits, packed.sample_rows.long(), places, rows)
+        rows.advance(packed, tokens)
+        rows.length[-1] = rows.last_token[-1] = 0  # the padding row never gets anywhere
+        self._out[: len(tokens)] = tokens
+
+
+def _record(body: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        body()
+    return graph
+
+
+def _packed_size(shape: Shape) -> int:
+    """Numbers that a graph of this shape reads: of a decode step, rows and their new blocks."""
+    if shape.num_chunks == 0:
+        return 2 * shape.num_decodes
+    return Sections.of(pad(_NO_PLAN, shape, 0)).total
+
 
 def _is_greedy(plan: Plan) -> bool:
     return not plan.any_random and not plan.any_min_tokens
+
+
+_NO_PLAN = Plan(
+    step=-1,
+    decode_rows=np.empty(0, np.int32),
+    chunks=(),
+    seats=(),
+    new_blocks=np.empty((0, 3), np.int32),
+    sample_rows=np.empty(0, np.int32),
+    sample_epochs=np.empty(0, np.int64),
+    max_decode_length=0,
+    any_random=False,
+    any_filtered=False,
+    any_min_tokens=False,
+)

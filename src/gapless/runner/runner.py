@@ -86,9 +86,7 @@ class Runner:
         """
         packed = unpack(packed_plan, Sections.of(plan))
         self.rows.apply(packed)
-        token_ids, positions, token_rows = self._inputs(packed)
-        attend = self._attention.begin(self._batch(plan, packed, positions, token_rows))
-        hidden = self._model.forward(token_ids, positions, attend)
+        hidden, positions = self.forward(plan, packed)
         logits = self._logits(plan, packed, hidden)
         # a copy, for a sampler may write on the logits
         raw = logits[packed.score_samples.long()] if len(plan.score_samples) else logits[:0]
@@ -97,6 +95,12 @@ class Runner:
         out[: plan.num_samples] = tokens
         if plan.num_scores:
             self._score(plan, packed, hidden, raw, tokens, out[plan.num_samples : plan.num_results])
+
+    def forward(self, plan: Plan, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and positions of the step's tokens."""
+        token_ids, positions, token_rows = self._inputs(packed)
+        attend = self._attention.begin(self._batch(plan, packed, positions, token_rows))
+        return self._model.forward(token_ids, positions, attend), positions
 
     def _inputs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, positions and rows of the step's tokens: decodes from the rows, chunks from the host."""

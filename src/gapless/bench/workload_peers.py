@@ -1,0 +1,91 @@
+"""The GPU workloads on transformers' `generate_batch`, its continuous batching, with its own defaults.
+
+Random weights from the same config. The model is freed before the next one is made.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+PEER = "transformers generate_batch"
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What a peer took for a job."""
+
+    seconds: float
+    num_tokens: int
+    start_s: float
+    peak_gib: float
+
+
+def is_installed() -> bool:
+    return find_spec("transformers") is not None
+
+
+def time_generate_batch(
+    path: Path, jobs: Sequence[tuple[list[list[int]], list[list[int]], int]]
+) -> Iterator[Timed | Exception]:
+    """For each job (prompts to warm up with, prompts, new tokens of each), the time, or what went wrong."""
+    import torch
+
+    began = time.perf_counter()
+    transformers: Any = import_module("transformers")
+    config = transformers.AutoConfig.from_pretrained(path)
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.generation_config = transformers.GenerationConfig()
+    torch.cuda.synchronize()
+    start_s = time.perf_counter() - began
+    for warm_up, prompts, max_tokens in jobs:
+        try:
+            yield Timed(*_time(model, warm_up, prompts, max_tokens), start_s, torch.cuda.max_memory_allocated() / 2**30)
+        except Exception as error:  # whatever a peer raises is its result
+            yield error
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _time(model: Any, warm_up: list[list[int]], prompts: list[list[int]], max_tokens: int) -> tuple[float, int]:
+    """Seconds and tokens, its graphs captured before."""
+    transformers: Any = import_module("transformers")
+    generation: Any = import_module("transformers.generation")
+    hints: Any = import_module("transformers.generation.continuous_batching.utils").WorkloadHints
+    manager_of = model.continuous_batching_context_manager(
+        generation_config=transformers.GenerationConfig(
+            max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=generation.ContinuousBatchingConfig(allow_block_sharing=False),
+        workload_hints=hints(
+            max_prompt_length=max(map(len, prompts)), max_generated_length=max_tokens, num_requests=len(prompts)
+        ),
+    )
+    with manager_of as manager:
+        _drain(manager, warm_up, 16)
+        began = time.perf_counter()
+        num_tokens = _drain(manager, prompts, max_tokens)
+        return time.perf_counter() - began, num_tokens
+
+
+def _drain(manager: Any, prompts: list[list[int]], max_tokens: int) -> int:
+    """Hand in the prompts and wait for all; tokens that came back."""
+    manager.add_requests(inputs=prompts, max_new_tokens=max_tokens)
+    found: list[int] = []
+    while len(found) < len(prompts):
+        result = manager.get_result(timeout=1)
+        if result is not None and result.is_finished():
+            if result.error is not None:
+                raise RuntimeError(result.error)
+            found.append(len(result.generated_tokens))
+        elif result is None and not manager.is_running():
+            raise RuntimeError("the generation thread ended")
+    return sum(found)
