@@ -61,12 +61,19 @@ class SkinnyLayers:
         return lambda hidden: rms_norm(hidden.values, norm.weight, norm.eps, hidden.addend)
 
     def norm_linear(self, norm: Norm, weight: Tensor, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
-        return SkinnyNormed(norm, _fold(weight, norm), bias, self._workspace, self._plain)
+        return SkinnyNormed(*self._folded(norm, weight), bias, self._workspace, self._plain)
 
     def norm_gated(self, norm: Norm, gate: Gate) -> Callable[[Hidden], Tensor]:
         bias = None if gate.gate_bias is None or gate.up_bias is None else torch.cat((gate.gate_bias, gate.up_bias))
-        weight = _fold(torch.cat((gate.gate, gate.up)), norm)
-        return SkinnyNormed(norm, weight, bias, self._workspace, self._plain, gated=True)
+        both = self._folded(norm, torch.cat((gate.gate, gate.up)))
+        return SkinnyNormed(*both, bias, self._workspace, self._plain, gated=True)
+
+    def _folded(self, norm: Norm, weight: Tensor) -> tuple[Norm, Tensor]:
+        """weight [out, in] with the norm's weight multiplied into its columns, where kernels want it so."""
+        if not self._fused:
+            return norm, weight
+        folded = (weight.float() * norm.weight.float()).to(weight.dtype)
+        return Norm(torch.ones_like(norm.weight), norm.eps), folded
 
     def add_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Hidden], Hidden]:
         return SkinnyAdded(weight, bias, self._workspace, self._plain, fused=self._fused)
@@ -92,8 +99,7 @@ class SkinnyNormed:
         *,
         gated: bool = False,
     ) -> None:
-        self._ones = torch.ones_like(norm.weight)
-        self._eps = norm.eps
+        self._norm = norm
         self._weight, self._bias = weight, bias
         self._workspace = workspace
         self._plain = plain
@@ -111,10 +117,10 @@ class SkinnyNormed:
                 self._workspace,
                 tiling,
                 num_squares=hidden.num_squares,
-                eps=self._eps,
+                eps=self._norm.eps,
                 gated=self._gated,
             )
-        found = self._plain(rms_norm(x, self._ones, self._eps, hidden.addend), self._weight, self._bias)
+        found = self._plain(rms_norm(x, self._norm.weight, self._norm.eps, hidden.addend), self._weight, self._bias)
         return silu_mul(found) if self._gated else found
 
 
@@ -136,8 +142,3 @@ class SkinnyAdded:
             return Hidden(hidden.values, addend=self._plain(x, self._weight, self._bias))
         product(x, self._weight, self._workspace, tiling, add_to=hidden.values)
         return Hidden(hidden.values, num_squares=triton.cdiv(len(self._weight), tiling.block_n))
-
-
-def _fold(weight: Tensor, norm: Norm) -> Tensor:
-    """weight [out, in] with the norm's weight multiplied into its columns."""
-    return (weight.float() * norm.weight.float()).to(weight.dtype)

@@ -227,7 +227,8 @@ class GraphRunner:
         places = positions[chosen] + 1
         tokens = argmax(logits) if greedy else pick(logits, packed.sample_rows.long(), places, rows)
         rows.advance(packed, tokens)
-        rows.length[-1] = rows.last_token[-1] = 0  # the padding row never gets anywhere
+        rows.length[-1:].zero_()  # the padding row never gets anywhere
+        rows.last_token[-1:].zero_()
         self._out[: len(tokens)] = tokens
 
 
