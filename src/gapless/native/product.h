@@ -137,48 +137,56 @@ const Kernel<T>& kernel_for(int num_rows) {
     return *kernel;
 }
 
-// Rows that a thread takes through its panels before it goes on: few enough for their inputs to stay in its cache, and
-// for every thread to have work.
-inline int block_rows(int row_bytes, int num_rows, int num_groups, int num_threads) {
-    int rows = std::max(BLOCK_ROWS, 400'000 / row_bytes / BLOCK_ROWS * BLOCK_ROWS);
-    while (rows > BLOCK_ROWS && (long)num_groups * ((num_rows + rows - 1) / rows) < 4L * num_threads)
-        rows = (rows / 2 + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
-    return rows;
-}
+// How a product of so many rows is cut into units that threads can take: blocks of rows times runs of panels.
+template <class T>
+struct Cut {
+    Cut(const Linear<T>& linear, int num_rows, int together, int num_threads) : num_rows(num_rows) {
+        const bool once = num_rows <= MOST_ROWS;
+        const Kernel<T>& kernel = kernel_for<T>(once ? num_rows : BLOCK_ROWS);
+        tile_rows = kernel.num_rows;
+        group = kernel.num_panels % together ? kernel.num_panels * together : kernel.num_panels;
+        const int num_groups = (linear.num_panels + group - 1) / group;
+        block = num_rows;
+        if (!once) {  // few enough rows for their inputs to stay in a core's cache, and for every thread to have work
+            const int row_bytes = linear.depth * (int)sizeof(typename T::Input);
+            block = std::max(BLOCK_ROWS, 400'000 / row_bytes / BLOCK_ROWS * BLOCK_ROWS);
+            while (block > BLOCK_ROWS && (long)num_groups * ((num_rows + block - 1) / block) < 4L * num_threads)
+                block = (block / 2 + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
+        }
+        if (num_rows == 0) return;
+        run = once ? std::max(1, num_groups / (UNITS_A_THREAD * num_threads)) * group : group;
+        num_runs = (linear.num_panels + run - 1) / run;
+        num_units = num_runs * ((num_rows + block - 1) / block);
+    }
 
-// The part of a product that one thread does. Tiles go to `done(row, num_rows, panel, num_panels, sums, kernel_rows)`:
-// sums [num_panels][kernel_rows][16]. Panels come in groups of a multiple of `together`. Inputs have room for
-// MOST_ROWS rows past the last.
+    static constexpr int UNITS_A_THREAD = 6;
+
+    int num_rows, tile_rows, group, block;
+    int run = 0, num_runs = 0, num_units = 0;
+};
+
+// One unit of a product. Tiles go to `done(row, num_rows, panel, num_panels, sums, tile_rows)`, sums
+// [num_panels][tile_rows][16], panels in multiples of the cut's `together`. Inputs have room for MOST_ROWS rows past
+// the last.
 template <class T, class Done>
-void multiply(
-    const Linear<T>& linear, const typename T::Input* x, long x_stride, int num_rows, int together, int thread,
-    int num_threads, Done done
-) {
-    if (num_rows == 0) return;
-    const bool small = num_rows <= MOST_ROWS;
-    const Kernel<T>& whole = kernel_for<T>(small ? num_rows : BLOCK_ROWS);
-    const int group = whole.num_panels % together ? whole.num_panels * together : whole.num_panels;
-    const int num_groups = (linear.num_panels + group - 1) / group;
-    const int block = small ? num_rows : block_rows(linear.depth * (int)sizeof(*x), num_rows, num_groups, num_threads);
-    const int num_blocks = (num_rows + block - 1) / block;
-    const long num_units = (long)num_groups * num_blocks;
+void multiply(const Linear<T>& linear, const Cut<T>& cut, int unit, const typename T::Input* x, long x_stride, Done done) {
     alignas(64) float sums[MOST_PANELS * MOST_ROWS * LANES];
-    for (long unit = num_units * thread / num_threads; unit < num_units * (thread + 1) / num_threads; unit++) {
-        const int first = unit % num_groups * group, count = std::min(group, linear.num_panels - first);
-        const int end = std::min<int>(num_rows, (unit / num_groups + 1) * block);
-        for (int row = unit / num_groups * block; row < end; row += whole.num_rows) {
-            const Kernel<T>& kernel = kernel_for<T>(std::min(whole.num_rows, end - row));
-            const int rows = std::min(kernel.num_rows, end - row);
-            int panel = 0;
-            while (panel < count) {
-                const bool fits = panel + kernel.num_panels <= count;
+    const int first_row = unit / cut.num_runs * cut.block, end_row = std::min(cut.num_rows, first_row + cut.block);
+    const int first = unit % cut.num_runs * cut.run, end = std::min(linear.num_panels, first + cut.run);
+    for (int panel = first; panel < end; panel += cut.group) {
+        const int count = std::min(cut.group, end - panel);
+        for (int row = first_row; row < end_row; row += cut.tile_rows) {
+            const int rows = std::min(cut.tile_rows, end_row - row);
+            const Kernel<T>& kernel = kernel_for<T>(rows);
+            for (int n = 0; n < count;) {
+                const bool fits = n + kernel.num_panels <= count;
                 (fits ? kernel.many : kernel.one)(
-                    x + row * x_stride, x_stride, linear.weights + (long)(first + panel) * linear.depth * LANES,
-                    linear.depth, sums + panel * kernel.num_rows * LANES
+                    x + row * x_stride, x_stride, linear.weights + (long)(panel + n) * linear.depth * LANES,
+                    linear.depth, sums + n * kernel.num_rows * LANES
                 );
-                panel += fits ? kernel.num_panels : 1;
+                n += fits ? kernel.num_panels : 1;
             }
-            done(row, rows, first, count, sums, kernel.num_rows);
+            done(row, rows, panel, count, sums, kernel.num_rows);
         }
     }
 }

@@ -1,8 +1,8 @@
 // One step of a Llama-family model on a CPU, as one call: packed plan in, tokens out, no lock of the interpreter held.
 //
 // Owns an engine's scratch memory and its team. Rows, KV cache and weights belong to others. The residual stream is
-// float32; what enters a product has the product's type. Every thread walks the same layers, and barriers keep them in
-// step; each phase below writes what only the next one reads.
+// float32; what enters a product has the product's type. Every thread walks the same layers, phase by phase; a phase reads
+// what earlier ones wrote, and each of its units writes a place of its own.
 #include <memory>
 
 #include "attention.h"
@@ -133,6 +133,7 @@ class Engine : public AnyEngine {
         }
         if (const int status = gather(plan)) return status;
         make_tiles(plan);
+        std::fill_n(best_, team_.size() * best_stride_, Best{fill(-INF), ivec{}});
         team_.run([&](int thread) { walk(plan, logits, thread); });
         finish(plan, logits == nullptr, tokens);
         return OK;
@@ -154,7 +155,7 @@ class Engine : public AnyEngine {
         return OK;
     }
 
-    // What attention works on, longest first, for they are handed out one by one.
+    // What attention works on, the longest dealt out first.
     void make_tiles(const Plan& plan) {
         tiles_.clear();
         for (int i = 0; i < plan.count.num_decodes; i++)
@@ -179,40 +180,42 @@ class Engine : public AnyEngine {
         const Shape& s = model_.shape;
         int num_rows = plan.num_tokens();
         float* hidden = hidden_;
-        Input* mixed = mixed_;
-        each(num_rows, thread, [&](int i) { embed(ids_[i], hidden + (long)i * s.hidden_size); });
+        const Input* mixed = mixed_;
+        each_row(thread, num_rows, [&](int i) { embed(ids_[i], hidden + (long)i * s.hidden_size); });
         for (int index = 0; index < s.num_layers; index++) {
             const Layer<T>& layer = model_.layers[index];
             norm_rows(hidden, layer.first_norm, num_rows, thread);
             project(layer.qkv, num_rows, thread);
-            if (thread == 0) next_tile_.store(0, std::memory_order_relaxed);
-            team_.barrier();
-            each(num_rows, thread, [&](int i) { rotate_and_store(layer, index, i); });
-            team_.barrier();
+            each_row(thread, num_rows, [&](int i) { rotate_and_store(layer, index, i); });
             attend(index, thread);
-            team_.barrier();
             if (index == s.num_layers - 1) {  // from here on only tokens that are followed by a sample count
                 num_rows = plan.count.num_samples;
-                each(num_rows, thread, [&](int i) { pick(plan.sample_tokens[i], i); });
+                each_row(thread, num_rows, [&](int i) { pick(plan.sample_tokens[i], i); });
                 hidden = sample_hidden_, mixed = sample_mixed_;
-                team_.barrier();
             }
             add_product(layer.out, mixed, mixed_stride_, hidden, num_rows, thread);
-            team_.barrier();
             norm_rows(hidden, layer.second_norm, num_rows, thread);
             gate(layer.gate_up, num_rows, thread);
-            team_.barrier();
             add_product(layer.down, inner_, inner_stride_, hidden, num_rows, thread);
-            team_.barrier();
         }
         norm_rows(hidden, model_.last_norm, num_rows, thread);
         predict(num_rows, logits, thread);
     }
 
-    template <class Do>
-    void each(int count, int thread, Do action) {
-        const int end = (long)count * (thread + 1) / team_.size();
-        for (int i = (long)count * thread / team_.size(); i < end; i++) action(i);
+    template <class Action>
+    void each_row(int thread, int count, Action action) {
+        const int run = std::max(1, count / (4 * team_.size()));
+        team_.phase(thread, (count + run - 1) / run, [&](int unit) {
+            for (int i = unit * run; i < std::min(count, (unit + 1) * run); i++) action(i);
+        });
+    }
+
+    template <class Done>
+    void run_product(
+        int thread, const Linear<T>& linear, int num_rows, int together, const Input* x, long x_stride, Done done
+    ) {
+        const Cut<T> cut(linear, num_rows, together, team_.size());
+        team_.phase(thread, cut.num_units, [&](int unit) { multiply(linear, cut, unit, x, x_stride, done); });
     }
 
     void embed(int64_t id, float* out) const {
@@ -228,27 +231,25 @@ class Engine : public AnyEngine {
     static float to_float(float x) { return x; }
     static float to_float(uint16_t x) { return from_bf16(x); }
 
-    // Ends with a barrier, for a product needs all of it.
     void norm_rows(const float* hidden, const float* weight, int num_rows, int thread) {
         const Shape& s = model_.shape;
-        each(num_rows, thread, [&](int i) {
+        each_row(thread, num_rows, [&](int i) {
             normalize(hidden + (long)i * s.hidden_size, weight, s.hidden_size, s.eps, normed_ + i * normed_stride_);
         });
-        team_.barrier();
     }
 
     void project(const Linear<T>& linear, int num_rows, int thread) {
         const long stride = model_.shape.qkv_size();
-        auto done = [&](int row, int rows, int panel, int count, const float* sums, int kernel_rows) {
+        auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
             for (int n = 0; n < count; n++)
                 for (int m = 0; m < rows; m++) {
                     const int column = (panel + n) * LANES;
-                    vec y = load(sums + (n * kernel_rows + m) * LANES);
+                    vec y = load(sums + (n * tile_rows + m) * LANES);
                     if (linear.bias != nullptr) y += load(linear.bias + column);
                     put(heads_ + (row + m) * stride + column, y, linear.num_outputs - column);
                 }
         };
-        multiply(linear, normed_, normed_stride_, num_rows, 1, thread, team_.size(), done);
+        run_product(thread, linear, num_rows, 1, normed_, normed_stride_, done);
     }
 
     void rotate_and_store(const Layer<T>& layer, int index, int token) {
@@ -271,14 +272,14 @@ class Engine : public AnyEngine {
     void attend(int index, int thread) {
         const Shape& s = model_.shape;
         const int group = s.num_heads / s.num_kv_heads * s.head_dim, num_items = tiles_.size() * s.num_kv_heads;
-        for (int i; (i = next_tile_.fetch_add(1, std::memory_order_relaxed)) < num_items;) {
+        team_.phase(thread, num_items, [&](int i) {
             const QueryTile& tile = tiles_[i / s.num_kv_heads];
             const int head = i % s.num_kv_heads;
             attentions_[thread].attend(
                 index, head, tile, heads_ + (long)tile.first_token * s.qkv_size() + head * group, s.qkv_size(),
                 mixed_ + tile.first_token * mixed_stride_ + head * group, mixed_stride_
             );
-        }
+        });
     }
 
     void pick(int token, int sample) {
@@ -292,26 +293,26 @@ class Engine : public AnyEngine {
 
     void add_product(const Linear<T>& linear, const Input* x, long x_stride, float* hidden, int num_rows, int thread) {
         const long stride = model_.shape.hidden_size;
-        auto done = [&](int row, int rows, int panel, int count, const float* sums, int kernel_rows) {
+        auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
             for (int n = 0; n < count; n++)
                 for (int m = 0; m < rows; m++) {
                     const int column = (panel + n) * LANES, left = linear.num_outputs - column;
                     float* to = hidden + (row + m) * stride + column;
-                    vec y = load(sums + (n * kernel_rows + m) * LANES);
+                    vec y = load(sums + (n * tile_rows + m) * LANES);
                     if (linear.bias != nullptr) y += load(linear.bias + column);
                     put(to, y + load_part(to, left), left);
                 }
         };
-        multiply(linear, x, x_stride, num_rows, 1, thread, team_.size(), done);
+        run_product(thread, linear, num_rows, 1, x, x_stride, done);
     }
 
     void gate(const Linear<T>& linear, int num_rows, int thread) {
-        auto done = [&](int row, int rows, int panel, int count, const float* sums, int kernel_rows) {
+        auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
             for (int n = 0; n < count; n += 2)
                 for (int m = 0; m < rows; m++) {
                     const int column = (panel + n) / 2 * LANES;
-                    vec g = load(sums + (n * kernel_rows + m) * LANES);
-                    vec u = load(sums + ((n + 1) * kernel_rows + m) * LANES);
+                    vec g = load(sums + (n * tile_rows + m) * LANES);
+                    vec u = load(sums + ((n + 1) * tile_rows + m) * LANES);
                     if (linear.bias != nullptr) {
                         g += load(linear.bias + (panel + n) * LANES);
                         u += load(linear.bias + (panel + n + 1) * LANES);
@@ -319,19 +320,18 @@ class Engine : public AnyEngine {
                     put(inner_ + (row + m) * inner_stride_ + column, silu(g) * u, linear.num_outputs - column);
                 }
         };
-        multiply(linear, normed_, normed_stride_, num_rows, 2, thread, team_.size(), done);
+        run_product(thread, linear, num_rows, 2, normed_, normed_stride_, done);
     }
 
     // The logits themselves where they are wanted, else each thread's best of every sample.
     void predict(int num_rows, float* logits, int thread) {
         const int vocab = model_.shape.vocab_size;
         Best* best = best_ + (long)thread * best_stride_;
-        for (int i = 0; i < num_rows; i++) best[i] = {fill(-INF), ivec{}};
-        auto done = [&](int row, int rows, int panel, int count, const float* sums, int kernel_rows) {
+        auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
             for (int n = 0; n < count; n++)
                 for (int m = 0; m < rows; m++) {
                     const int column = (panel + n) * LANES;
-                    const vec y = load(sums + (n * kernel_rows + m) * LANES);
+                    const vec y = load(sums + (n * tile_rows + m) * LANES);
                     if (logits != nullptr) {
                         put(logits + (long)(row + m) * vocab + column, y, vocab - column);
                         continue;
@@ -342,7 +342,7 @@ class Engine : public AnyEngine {
                     b.panel = ((ivec{} + (panel + n)) & better) | (b.panel & ~better);
                 }
         };
-        multiply(model_.head, normed_, normed_stride_, num_rows, 1, thread, team_.size(), done);
+        run_product(thread, model_.head, num_rows, 1, normed_, normed_stride_, done);
     }
 
     int64_t best_token(int sample) const {
@@ -375,7 +375,6 @@ class Engine : public AnyEngine {
     std::vector<Attention> attentions_;  // one a thread
     std::vector<int64_t> ids_, positions_, table_rows_;
     std::vector<QueryTile> tiles_;
-    std::atomic<int> next_tile_{0};
     long normed_stride_, mixed_stride_, inner_stride_, best_stride_;
     float *hidden_, *heads_;           // [tokens][hidden_size], [tokens][qkv_size]
     Input *normed_, *mixed_, *inner_;  // [tokens][stride]; what pads a row stays zero
