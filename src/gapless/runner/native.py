@@ -139,11 +139,10 @@ class NativeRunner:
         if status != 0:
             raise RuntimeError(f"the plan holds {FAILURES[status]}")
         if not is_greedy and plan.num_samples:
-            self._sample(plan, out)
+            self._sample(plan, unpack(packed_plan, sections).sample_rows.long(), out)
 
     @torch.inference_mode()
-    def _sample(self, plan: Plan, out: Tensor) -> None:
-        rows = torch.from_numpy(plan.sample_rows).long()
+    def _sample(self, plan: Plan, rows: Tensor, out: Tensor) -> None:
         tokens = sample(
             self.logits[: len(rows)],
             rows,
