@@ -1,4 +1,4 @@
-"""The build of the native library: its cache, and the reasons there may be none. The compilers here are small scripts."""
+"""The build of the native library: its cache, and the reasons there may be none. Compilers here are small scripts."""
 
 from __future__ import annotations
 
