@@ -3,8 +3,8 @@
 // A row's positions are taken in spans of 64, always from 0 on, with a running softmax. So a token's result does not
 // depend on the tile it is in, nor on being a decode or part of a chunk. What lies past a row's end is never used.
 //
-// Keys of 16 slots lie transposed, [head_dim][16], where blocks are made of whole sixteens: a query then meets 16 keys
-// at once. Otherwise keys lie like values, [slot][head_dim], and each span is transposed as it is read.
+// Keys of 16 places lie transposed, [head_dim][16], where blocks are made of whole sixteens: a query then meets 16 keys
+// at once. Otherwise keys lie like values, [place][head_dim], and each span is transposed as it is read.
 #pragma once
 
 #include <utility>
@@ -19,28 +19,28 @@ constexpr int GROUPS = SPAN / LANES;    // of keys in a span
 constexpr int TILE_ROWS = 6;            // queries that share what is loaded
 constexpr int TOKENS_TIMES_HEADS = 48;  // queries of a tile, about
 
+// A block's keys and values of all layers lie together, so that memory is touched block by block as rows grow.
 struct Cache {
-    float* memory;  // [num_layers][2 * num_kv_heads][num_slots][head_dim]
-    int64_t num_slots;
-    int32_t block_size, num_kv_heads, head_dim;
+    float* memory;  // [num_blocks][num_layers][2 * num_kv_heads][block_size][head_dim]: k heads, then v heads
+    int32_t num_layers, block_size, num_kv_heads, head_dim;
 
     bool transposed() const { return block_size % LANES == 0; }
 
-    float* keys(int layer, int head) const {
-        return memory + ((int64_t)layer * 2 * num_kv_heads + head) * num_slots * head_dim;
+    float* keys(int64_t block, int layer, int head) const {
+        return memory + ((block * num_layers + layer) * 2 * num_kv_heads + head) * block_size * head_dim;
     }
 
-    float* values(int layer, int head) const { return keys(layer, head + num_kv_heads); }
+    float* values(int64_t block, int layer, int head) const { return keys(block, layer, head + num_kv_heads); }
 
-    void write(int layer, int head, int64_t slot, const float* k, const float* v) const {
-        float* to = keys(layer, head);
+    void write(int64_t block, int place, int layer, int head, const float* k, const float* v) const {
+        float* to = keys(block, layer, head);
         if (transposed()) {
-            to += slot / LANES * LANES * head_dim + slot % LANES;
+            to += place / LANES * LANES * head_dim + place % LANES;
             for (int d = 0; d < head_dim; d++) to[d * LANES] = k[d];
         } else {
-            memcpy(to + slot * head_dim, k, head_dim * sizeof(float));
+            memcpy(to + place * head_dim, k, head_dim * sizeof(float));
         }
-        memcpy(values(layer, head) + slot * head_dim, v, head_dim * sizeof(float));
+        memcpy(values(block, layer, head) + place * head_dim, v, head_dim * sizeof(float));
     }
 };
 
@@ -159,16 +159,18 @@ class Attention {
     // Where the span's keys and values lie.
     void find(int layer, int kv_head, const int64_t* blocks, int start, int count) {
         const int size = cache_.block_size, head_dim = cache_.head_dim;
-        const float *keys = cache_.keys(layer, kv_head), *values = cache_.values(layer, kv_head);
         for (int i = 0; i < count;) {
-            const int position = start + i, within = position % size;
-            const int64_t slot = blocks[position / size] * size + within;
-            const int run = std::min(size - within, count - i);
+            const int position = start + i, place = position % size;
+            const int64_t block = blocks[position / size];
+            const float* keys = cache_.keys(block, layer, kv_head) + place * head_dim;
+            const float* values = cache_.values(block, layer, kv_head) + place * head_dim;
+            const int run = std::min(size - place, count - i);
             if (cache_.transposed())
-                for (int j = 0; j < run; j += LANES) key_groups_[(i + j) / LANES] = keys + (slot + j) * head_dim;
+                for (int j = 0; j < run; j += LANES) key_groups_[(i + j) / LANES] = keys + j * head_dim;
             else
-                for (int j = 0; j < run; j++) transpose(i + j, keys + (slot + j) * head_dim);
-            for (int j = 0; j < run; j++) value_rows_[i + j] = values + (slot + j) * head_dim;
+                for (int j = 0; j < run; j++) transpose(i + j, keys + j * head_dim);
+            for (int j = 0; j < run; j++) value_rows_[i + j] = values + j * head_dim;
+            for (int j = 0; j < run * head_dim; j += LANES) __builtin_prefetch(values + j);  // while keys are met
             i += run;
         }
         if (width_ != head_dim) pad_values(count);

@@ -45,8 +45,7 @@ class Cache(Structure):
 
     _fields_ = [
         ("memory", c_void_p),
-        ("num_slots", c_int64),
-        *((name, c_int32) for name in ("block_size", "num_kv_heads", "head_dim")),
+        *((name, c_int32) for name in ("num_layers", "block_size", "num_kv_heads", "head_dim")),
     ]
 
 

@@ -257,7 +257,7 @@ class Engine : public AnyEngine {
         const int size = s.head_dim, position = positions_[token];
         const float* cos_sin = rotary_.table + (long)position * 2 * size;
         const int64_t* blocks = blocks_of(table_rows_[token]);
-        const int64_t slot = blocks[position / cache_.block_size] * cache_.block_size + position % cache_.block_size;
+        const int64_t block = blocks[position / cache_.block_size];
         const float scale = 1.0f / std::sqrt((float)size);
         float* q = heads_ + (long)token * s.qkv_size();
         float *k = q + s.q_size(), *v = k + s.num_kv_heads * size;
@@ -265,7 +265,7 @@ class Engine : public AnyEngine {
             rotate(q + h * size, s.qk_norm ? layer.q_norm : nullptr, s.eps, cos_sin, size, scale);
         for (int h = 0; h < s.num_kv_heads; h++) {
             rotate(k + h * size, s.qk_norm ? layer.k_norm : nullptr, s.eps, cos_sin, size, 1.0f);
-            cache_.write(index, h, slot, k + h * size, v + h * size);
+            cache_.write(block, position % cache_.block_size, index, h, k + h * size, v + h * size);
         }
     }
 

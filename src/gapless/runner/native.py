@@ -174,9 +174,9 @@ def _shape(config: ModelConfig) -> native.Shape:
 def _engine_parts(
     limits: Limits, model: NativeModel, kv: KVStore, rows: RowStore
 ) -> tuple[native.Cache, native.Rows, native.Rotary, native.Sizes]:
-    config, memory = model.config, kv.buffer.tensor  # [num_layers, 2 * num_kv_heads, num_slots, head_dim]
+    config, memory = model.config, kv.buffer.tensor.data_ptr()
     return (
-        native.Cache(memory.data_ptr(), memory.shape[2], limits.block_size, config.num_kv_heads, config.head_dim),
+        native.Cache(memory, config.num_layers, limits.block_size, config.num_kv_heads, config.head_dim),
         native.Rows(rows.last_token.data_ptr(), rows.length.data_ptr(), rows.blocks.data_ptr(), rows.blocks.shape[1]),
         native.Rotary(model.rotary.data_ptr(), len(model.rotary)),
         native.Sizes(limits.max_batch_tokens, limits.num_rows, torch.get_num_threads()),
