@@ -41,7 +41,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "__init__": ("async_llm", "client", "core.params", "errors", "llm"),
 }
 FREE = BENCH  # takes the engine apart to measure it
-NO_TORCH = ("errors", "config", "progress", "core", "text")
+NO_TORCH = ("errors", "config", "progress", "core", "native", "text")
 MAY_SAY_CUDA = ("device/cuda.py", "runner/graphs.py", "runner/graph_kernels.py", "attention/triton.py", "kernels.py")
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

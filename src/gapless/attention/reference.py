@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the CPU path, and the oracle of every other backend.
+"""Paged attention in plain torch: for CPUs without a native step, and the oracle of every other backend.
 
 Gathers a row's blocks into one piece; query heads that share a KV head stand side by side, so that k and v are never
 repeated. What layers share (gather indices, masks) is made once a step.
