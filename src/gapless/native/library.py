@@ -71,7 +71,8 @@ class Sections(Structure):
     """step.cpp"""
 
     _fields_ = [
-        (name, c_int32) for name in ("num_decodes", "num_chunk_tokens", "num_chunks", "num_samples", "num_new_blocks")
+        *((name, c_int32) for name in ("num_decodes", "num_chunk_tokens", "num_chunks", "num_samples")),
+        *((name, c_int32) for name in ("num_score_samples", "num_targets", "num_new_blocks")),
     ]
 
 
@@ -82,6 +83,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {  # result, arguments
     "gapless_drop_model": (None, [c_void_p]),
     "gapless_engine": (c_void_p, [c_void_p, *(POINTER(x) for x in (Cache, Rows, Rotary, Sizes))]),
     "gapless_step": (c_int32, [c_void_p, c_void_p, POINTER(Sections), c_void_p, c_void_p]),
+    "gapless_predict": (None, [c_void_p, c_int32, c_int32, c_void_p]),
     "gapless_drop_engine": (None, [c_void_p]),
 }
 

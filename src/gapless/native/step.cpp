@@ -27,7 +27,7 @@ struct Sizes {
 };
 
 struct Sections {
-    int32_t num_decodes, num_chunk_tokens, num_chunks, num_samples, num_new_blocks;
+    int32_t num_decodes, num_chunk_tokens, num_chunks, num_samples, num_score_samples, num_targets, num_new_blocks;
 };
 
 enum Status { OK = 0, BAD_TOKEN = 1, BAD_POSITION = 2 };
@@ -42,14 +42,21 @@ struct Plan {
         chunk_rows = next(s.num_chunks), chunk_offsets = next(s.num_chunks);
         chunk_starts = next(s.num_chunks), chunk_ends = next(s.num_chunks);
         sample_tokens = next(s.num_samples), sample_rows = next(s.num_samples);
+        next(s.num_score_samples);
+        score_tokens = next(s.num_targets);
+        next(s.num_targets);
         new_blocks = next(3 * s.num_new_blocks);
     }
 
     int num_tokens() const { return count.num_decodes + count.num_chunk_tokens; }
 
+    // Tokens whose last hidden state counts: those followed by a sample, then those followed by a target.
+    int num_picked() const { return count.num_samples + count.num_targets; }
+    int picked(int i) const { return i < count.num_samples ? sample_tokens[i] : score_tokens[i - count.num_samples]; }
+
     const Sections count;
     const int32_t *decode_rows, *chunk_tokens, *chunk_positions, *chunk_token_rows, *chunk_rows, *chunk_offsets;
-    const int32_t *chunk_starts, *chunk_ends, *sample_tokens, *sample_rows, *new_blocks;
+    const int32_t *chunk_starts, *chunk_ends, *sample_tokens, *sample_rows, *score_tokens, *new_blocks;
 };
 
 inline vec load_part(const float* p, int count) {
@@ -98,6 +105,7 @@ class AnyEngine {
   public:
     virtual ~AnyEngine() = default;
     virtual int step(const int32_t* packed, const Sections& sections, float* logits, int32_t* tokens) = 0;
+    virtual void predict(int first, int count, float* logits) = 0;
 };
 
 template <class T>
@@ -110,7 +118,7 @@ class Engine : public AnyEngine {
         const Shape& s = model.shape;
         const int heads_a_kv_head = s.num_heads / s.num_kv_heads;
         for (int i = 0; i < sizes.num_threads; i++) attentions_.emplace_back(cache, heads_a_kv_head);
-        const int room = sizes.max_tokens + MOST_ROWS;
+        const int room = sizes.max_samples + sizes.max_tokens + MOST_ROWS;
         ids_.resize(room), positions_.resize(room), table_rows_.resize(room);
         normed_stride_ = padded(s.hidden_size), mixed_stride_ = padded(s.q_size()), inner_stride_ = padded(s.inner_size);
         hidden_ = memory_.take<float>((long)room * s.hidden_size);
@@ -118,11 +126,10 @@ class Engine : public AnyEngine {
         normed_ = memory_.take<Input>((long)room * normed_stride_);
         mixed_ = memory_.take<Input>((long)room * mixed_stride_);
         inner_ = memory_.take<Input>((long)room * inner_stride_);
-        const int sample_room = sizes.max_samples + MOST_ROWS;
-        sample_hidden_ = memory_.take<float>((long)sample_room * s.hidden_size);
-        sample_mixed_ = memory_.take<Input>((long)sample_room * mixed_stride_);
-        best_ = memory_.take<Best>((long)sizes.num_threads * sample_room);
-        best_stride_ = sample_room;
+        picked_hidden_ = memory_.take<float>((long)room * s.hidden_size);
+        picked_mixed_ = memory_.take<Input>((long)room * mixed_stride_);
+        best_ = memory_.take<Best>((long)sizes.num_threads * sizes.max_samples);
+        best_stride_ = sizes.max_samples;
     }
 
     int step(const int32_t* packed, const Sections& sections, float* logits, int32_t* tokens) override {
@@ -137,6 +144,11 @@ class Engine : public AnyEngine {
         team_.run([&](int thread) { walk(plan, logits, thread); });
         finish(plan, logits == nullptr, tokens);
         return OK;
+    }
+
+    // The logits of the last step's picked tokens, from `first` on.
+    void predict(int first, int count, float* logits) override {
+        team_.run([&](int thread) { predict_rows(first, count, logits, thread); });
     }
 
   private:
@@ -188,10 +200,10 @@ class Engine : public AnyEngine {
             project(layer.qkv, num_rows, thread);
             each_row(thread, num_rows, [&](int i) { rotate_and_store(layer, index, i); });
             attend(index, thread);
-            if (index == s.num_layers - 1) {  // from here on only tokens that are followed by a sample count
-                num_rows = plan.count.num_samples;
-                each_row(thread, num_rows, [&](int i) { pick(plan.sample_tokens[i], i); });
-                hidden = sample_hidden_, mixed = sample_mixed_;
+            if (index == s.num_layers - 1) {
+                num_rows = plan.num_picked();
+                each_row(thread, num_rows, [&](int i) { pick(plan.picked(i), i); });
+                hidden = picked_hidden_, mixed = picked_mixed_;
             }
             add_product(layer.out, mixed, mixed_stride_, hidden, num_rows, thread);
             norm_rows(hidden, layer.second_norm, num_rows, thread);
@@ -199,7 +211,7 @@ class Engine : public AnyEngine {
             add_product(layer.down, inner_, inner_stride_, hidden, num_rows, thread);
         }
         norm_rows(hidden, model_.last_norm, num_rows, thread);
-        predict(num_rows, logits, thread);
+        predict_rows(0, plan.count.num_samples, logits, thread);
     }
 
     template <class Action>
@@ -282,13 +294,13 @@ class Engine : public AnyEngine {
         });
     }
 
-    void pick(int token, int sample) {
+    void pick(int token, int place) {
         const Shape& s = model_.shape;
         memcpy(
-            sample_hidden_ + (long)sample * s.hidden_size, hidden_ + (long)token * s.hidden_size,
+            picked_hidden_ + (long)place * s.hidden_size, hidden_ + (long)token * s.hidden_size,
             s.hidden_size * sizeof(float)
         );
-        memcpy(sample_mixed_ + sample * mixed_stride_, mixed_ + token * mixed_stride_, s.q_size() * sizeof(Input));
+        memcpy(picked_mixed_ + place * mixed_stride_, mixed_ + token * mixed_stride_, s.q_size() * sizeof(Input));
     }
 
     void add_product(const Linear<T>& linear, const Input* x, long x_stride, float* hidden, int num_rows, int thread) {
@@ -324,7 +336,7 @@ class Engine : public AnyEngine {
     }
 
     // The logits themselves where they are wanted, else each thread's best of every sample.
-    void predict(int num_rows, float* logits, int thread) {
+    void predict_rows(int first, int num_rows, float* logits, int thread) {
         const int vocab = model_.shape.vocab_size;
         Best* best = best_ + (long)thread * best_stride_;
         auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
@@ -342,7 +354,7 @@ class Engine : public AnyEngine {
                     b.panel = ((ivec{} + (panel + n)) & better) | (b.panel & ~better);
                 }
         };
-        run_product(thread, model_.head, num_rows, 1, normed_, normed_stride_, done);
+        run_product(thread, model_.head, num_rows, 1, normed_ + first * normed_stride_, normed_stride_, done);
     }
 
     int64_t best_token(int sample) const {
@@ -378,8 +390,8 @@ class Engine : public AnyEngine {
     long normed_stride_, mixed_stride_, inner_stride_, best_stride_;
     float *hidden_, *heads_;           // [tokens][hidden_size], [tokens][qkv_size]
     Input *normed_, *mixed_, *inner_;  // [tokens][stride]; what pads a row stays zero
-    float* sample_hidden_;             // [samples][hidden_size]
-    Input* sample_mixed_;
+    float* picked_hidden_;             // [picked][hidden_size]
+    Input* picked_mixed_;
     Best* best_;  // [threads][samples]
 };
 
@@ -454,6 +466,8 @@ AnyEngine* gapless_engine(
 int gapless_step(AnyEngine* engine, const int32_t* packed, const Sections* sections, float* logits, int32_t* tokens) {
     return engine->step(packed, *sections, logits, tokens);
 }
+
+void gapless_predict(AnyEngine* engine, int first, int count, float* logits) { engine->predict(first, count, logits); }
 
 void gapless_drop_engine(AnyEngine* engine) { delete engine; }
 

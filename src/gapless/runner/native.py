@@ -1,7 +1,7 @@
 """A CPU's step as one native call, which holds no lock of the interpreter.
 
 `NativeModel` packs the weights, `NativeRunner` runs plans like `Runner` does, and both only hand memory to the library.
-Greedy tokens are chosen inside the call; for anything else `logits` come back, and the sampler goes on from there.
+Greedy tokens are chosen inside the call; for anything else `logits` come back, and sampler and scores go on from there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gapless.core.limits import Limits
-from gapless.core.plan import Plan
+from gapless.core.plan import Plan, score_width
 from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device
 from gapless.errors import CapacityError
@@ -24,8 +24,9 @@ from gapless.models.config import ModelConfig
 from gapless.models.llama import ReadWeight
 from gapless.models.rope import RotaryTable
 from gapless.native import library as native
-from gapless.runner.fill import Sections, fill, unpack
+from gapless.runner.fill import Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
+from gapless.runner.logprobs import score, score_in_slices
 from gapless.runner.row_store import RowStore
 from gapless.runner.sampler import sample
 
@@ -122,27 +123,47 @@ class NativeRunner:
         return fill(plan, out)
 
     def step(self, plan: Plan, packed_plan: Tensor, out: Tensor) -> None:
-        """Run the plan whose packed form is in `packed_plan`; leave the sampled tokens at the head of `out`."""
+        """Run the plan whose packed form is in `packed_plan`; leave the sampled tokens at the head of `out`.
+
+        The scores, if the plan has any, follow them.
+        """
         sections = Sections.of(plan)
         if plan.seats:
             self.rows.apply(unpack(packed_plan, sections))
-        is_greedy = not (plan.any_random or plan.any_min_tokens)
+        alone = not (plan.any_random or plan.any_min_tokens or plan.num_scores)  # the call needs nothing after it
         counts = native.Sections(
             sections.num_decodes,
             sections.num_chunk_tokens,
             sections.num_chunks,
             sections.num_samples,
+            sections.num_score_samples,
+            sections.num_targets,
             sections.num_new_blocks,
         )
-        logits = None if is_greedy else self.logits.data_ptr()
+        logits = None if alone else self.logits.data_ptr()
         status = self._library.gapless_step(self._engine, packed_plan.data_ptr(), counts, logits, out.data_ptr())
         if status != 0:
             raise RuntimeError(f"the plan holds {FAILURES[status]}")
-        if not is_greedy and plan.num_samples:
-            self._sample(plan, unpack(packed_plan, sections).sample_rows.long(), out)
+        if not alone:
+            self._finish(plan, unpack(packed_plan, sections), out)
 
     @torch.inference_mode()
-    def _sample(self, plan: Plan, rows: Tensor, out: Tensor) -> None:
+    def _finish(self, plan: Plan, packed: Packed, out: Tensor) -> None:
+        """Sample from the logits, and score what wants it."""
+        scored = packed.score_samples.long()
+        raw = self.logits[scored]  # a copy, for the sampler may write on the logits
+        tokens = out[: plan.num_samples]
+        if plan.num_samples:
+            tokens[:] = self._sample(plan, packed.sample_rows.long())
+        scores = out[plan.num_samples : plan.num_results].view(-1, score_width(plan.num_top))
+        if len(scored):
+            scores[: len(scored)] = score(raw, tokens.long()[scored], plan.num_top)
+        targets = packed.score_targets.long()
+        places = torch.arange(len(targets))
+        picked = plan.num_samples + places
+        score_in_slices(self._predict, picked, places, targets, scores[len(scored) :], len(self.logits))
+
+    def _sample(self, plan: Plan, rows: Tensor) -> Tensor:
         tokens = sample(
             self.logits[: len(rows)],
             rows,
@@ -153,7 +174,13 @@ class NativeRunner:
             min_tokens=plan.any_min_tokens,
         )
         self.rows.last_token[rows] = tokens
-        out[: len(rows)] = tokens
+        return tokens
+
+    def _predict(self, picked: Tensor) -> Tensor:
+        """Logits of some of the step's picked tokens (native/step.cpp), numbered one after the other."""
+        count = len(picked)
+        self._library.gapless_predict(self._engine, int(picked[0]), count, self.logits.data_ptr())
+        return self.logits[:count]
 
 
 def _shape(config: ModelConfig) -> native.Shape:
