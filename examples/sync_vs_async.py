@@ -2,7 +2,7 @@
 
     .venv/bin/python examples/sync_vs_async.py [MAX_TOKENS]
 
-In float32, because a batch may have another size at another depth, and bfloat16 products of another size round
+In float32, because a batch may have another size at another depth, and on a GPU bfloat16 products of another size round
 differently. On a CPU expect the two to be about as fast: docs/pipeline.md says why.
 """
 

@@ -173,6 +173,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "num_threads": ({"num_threads": 0}, ("num_threads must be a whole number between 1 and 1024, got 0",)),
     "prefix_cache": ({"prefix_cache": 1}, ("prefix_cache must be true or false, got 1",)),
     "check": ({"check": None}, ("check must be true or false, got None",)),
+    "native": ({"native": None}, ("native must be true or false, got None",)),
     "interleave": ({"interleave": -1}, ("interleave must be a whole number between 0", "got -1")),
     "kv_memory": ({"kv_memory": "a lot"}, ("kv_memory must be a size such as 2GiB or 512MiB, got 'a lot'",)),
     "kv_memory 0": ({"kv_memory": 0}, ("kv_memory must be above 0, got 0",)),

@@ -27,12 +27,13 @@ LAW: dict[str, tuple[str, ...]] = {
     "core": ("errors",),
     "device": ("errors",),
     "kernels": (),
+    "native": ("config", "errors"),
     "attention": ("kernels",),
     "models": ("errors", "kernels"),
     "text": ("errors", "models.source", "models.gguf_file"),
     "runner": (
         *("core.plan", "core.limits", "core.params", "core.request"),
-        *("device", "attention", "models", "kernels", "config", "errors"),
+        *("device", "attention", "models", "kernels", "native", "config", "errors"),
     ),
     "pipeline": ("core", "device", "runner", "models.source", "config", "errors"),
     **dict.fromkeys(TOP_LEVEL, ("pipeline.engine", "models.source", "text", *VALUES, *TOP_LEVEL, *LEAVES)),
@@ -40,7 +41,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "__init__": ("async_llm", "client", "core.params", "errors", "llm"),
 }
 FREE = BENCH  # takes the engine apart to measure it
-NO_TORCH = ("errors", "config", "progress", "core", "text")
+NO_TORCH = ("errors", "config", "progress", "core", "native", "text")
 MAY_SAY_CUDA = ("device/cuda.py", "runner/graphs.py", "runner/graph_kernels.py", "attention/triton.py", "kernels.py")
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

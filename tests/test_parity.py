@@ -147,6 +147,8 @@ def load_once() -> Iterator[None]:
     """All engines here have the same weights in memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "load_model", cache(lambda *args, progress=None, **kw: loader.load_model(*args, **kw)))
+        load_native = build.load_native
+        patch.setattr(build, "load_native", cache(lambda *args, progress=None, **kw: load_native(*args, **kw)))
         yield
 
 

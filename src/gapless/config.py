@@ -1,7 +1,8 @@
 """Engine options: what a user may set, checked alone here and together with the model when the engine is built.
 
 Owns names, defaults, help texts and limits; the command line and `LLM` both read them from here.
-Environment variables are read in this file only: `GAPLESS_LOG` (a logging level) and nothing else.
+Environment variables are read in this file only: `GAPLESS_LOG` (a logging level), `CXX` (the compiler of the native
+step), `XDG_CACHE_HOME` (where what it compiled is kept), and nothing else.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from gapless.errors import ConfigError
@@ -50,6 +52,7 @@ class EngineOptions:
     prefix_cache: bool = _option(True, "reuse the KV cache of prompts that begin alike")
     batch_invariant: bool = _option(False, "same bits for a request whoever else is in the batch (slower on a GPU)")
     num_threads: int | None = _option(None, "CPU threads of the model; default: one a core")
+    native: bool = _option(True, "run CPU steps as one native call, where there is a C++ compiler")
     check: bool = _option(False, "check every overlap of streams and every invariant (slow)")
     interleave: int | None = _option(None, "a seed: run the streams in any order that events allow (CPU, slow)")
 
@@ -64,7 +67,7 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 1, high)
         _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("prefix_cache", "batch_invariant", "check"):
+        for name in ("prefix_cache", "batch_invariant", "native", "check"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.interleave is not None:
@@ -101,6 +104,18 @@ def parse_bytes(name: str, value: int | str) -> int:
 def log_level() -> str:
     """The level at which the command line logs."""
     return os.environ.get("GAPLESS_LOG", "WARNING").upper()
+
+
+def compilers() -> tuple[str, ...]:
+    """C++ compilers to look for, best first."""
+    chosen = os.environ.get("CXX")
+    return (chosen,) if chosen else ("c++", "g++", "clang++")
+
+
+def cache_dir() -> Path:
+    """Where what can be made again is kept."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "gapless"
 
 
 def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@
     │   ├── UnsupportedModel    found, but of an architecture or feature that Gapless does not have
     │   └── CorruptModel        found, but damaged or incomplete
     ├── CapacityError       not enough memory for what was asked
+    ├── NativeUnavailable   no native step can be built here; the engine then runs steps in torch
     ├── RaceError           the happens-before checker found an unordered conflict
     ├── StepFailed          a step raised on the device; the requests in it failed, others go on
     └── EngineClosed        used after close, or the engine died
@@ -46,6 +47,10 @@ class CorruptModel(ModelError):
 
 class CapacityError(GaplessError):
     """Not enough memory for what was asked."""
+
+
+class NativeUnavailable(GaplessError):
+    """The native step cannot be built or loaded; engines catch this and say why they go on without."""
 
 
 class RaceError(GaplessError):

@@ -57,7 +57,7 @@ class World:
         ]  # the last is nobody's
         self.blocks = order.view(num_rows, max_blocks)
         num_slots, num_heads = num_blocks * case.block_size, 2 * case.num_kv_heads
-        self.pool = torch.full((NUM_LAYERS, num_slots, num_heads, case.head_dim), 1e4)  # what nobody may see is large
+        self.pool = torch.full((NUM_LAYERS, num_slots, num_heads, case.head_dim), torch.nan)  # where nobody may look
         if case.heads_first:
             self.pool = self.pool.transpose(1, 2).contiguous().transpose(1, 2)
         self.heads = [self.random(NUM_LAYERS, end, self.num_all, case.head_dim) for end in case.ends]
@@ -180,6 +180,7 @@ def test_equals_dense_attention_for_any_batch(case: Case) -> None:
 def test_a_step_writes_the_slots_of_its_tokens_and_no_others() -> None:
     case = Case(4, 2, 8, 4, (6, 1), ((3, 4),))
     world = World(case)
+    world.pool.nan_to_num_(1e4)  # to be able to compare
     before = world.pool.clone()
     attend = ReferenceAttention(list(world.pool.unbind(0)), 4, 4, 1.0).begin(world.batch())
     attend(1, world.step_heads(1), world.rotation())

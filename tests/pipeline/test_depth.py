@@ -53,17 +53,18 @@ def test_it_tries_in_turns() -> None:
 def test_one_slow_step_does_not_decide() -> None:
     world = World({1: 0.010, 2: 0.007})
     for number in range(STEPS_A_ROUND * NUM_ROUNDS * 2 + 1):
-        world.step(extra_s=1.0 if world.auto.depth == 2 and number % STEPS_A_ROUND == 9 else 0.0)
+        world.step(extra_s=1.0 if world.auto.depth == 2 and number % STEPS_A_ROUND == STEPS_A_ROUND - 3 else 0.0)
     assert (world.auto.decided, world.auto.depth) == (True, 2)
 
 
 def test_the_first_steps_of_a_round_do_not_count() -> None:
     """At depth 2 a round's first steps are slow, and of the others just more than half are faster than at depth 1."""
     world = World({1: 0.010, 2: 0.009})
+    less_than_half = (STEPS_A_ROUND - SETTLING_STEPS - 1) // 2
     world.step()
     for number in range(STEPS_A_ROUND * NUM_ROUNDS * 2):
         place = number % STEPS_A_ROUND
-        slow_s = 0.011 if place < SETTLING_STEPS else 0.002 if place < SETTLING_STEPS + 3 else 0.0
+        slow_s = 0.011 if place < SETTLING_STEPS else 0.002 if place < SETTLING_STEPS + less_than_half else 0.0
         world.step(extra_s=slow_s if world.auto.depth == 2 else 0.0)
     assert (world.auto.decided, world.auto.depth) == (True, 2)
 

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the CPU path, and the oracle of every other backend.
+"""Paged attention in plain torch: for CPUs without a native step, and the oracle of every other backend.
 
 Gathers a row's blocks into one piece; query heads that share a KV head stand side by side, so that k and v are never
 repeated. What layers share (gather indices, masks) is made once a step.
@@ -39,7 +39,7 @@ class ReferenceAttention:
     def begin(self, batch: AttentionBatch) -> Attend:
         tables = batch.blocks[batch.chunk_rows]
         views = [self._view(tables[i], span) for i, span in enumerate(batch.chunks)]
-        blocks, mask = self._decode_view(batch)
+        blocks, unseen, mask = self._decode_view(batch)
         num_rotated = self._num_heads + self._num_kv_heads
 
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -49,7 +49,7 @@ class ReferenceAttention:
             pool.index_copy_(0, batch.slots, torch.cat((k, heads[:, num_rotated:]), dim=1).to(pool.dtype))
             parts = [self._attend_chunk(pool, q, view) for view in views]
             if batch.num_decodes:
-                parts.insert(0, self._attend_decodes(pool, q[: batch.num_decodes], blocks, mask))
+                parts.insert(0, self._attend_decodes(pool, q[: batch.num_decodes], blocks, unseen, mask))
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
             return out.to(q.dtype)
 
@@ -66,8 +66,9 @@ class ReferenceAttention:
         last = torch.arange(span.start, length, device=table.device)
         return ChunkView(span, index, seen[None, :] <= last[:, None])
 
-    def _decode_view(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks to gather, and what is added to the scores [num_kv_heads * num_decodes, 1, length]."""
+    def _decode_view(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Blocks to gather, what of them lies past a row's end [num_decodes, length, 1], and what is added to the
+        scores [num_kv_heads * num_decodes, 1, length]."""
         size = self._block_size
         num_blocks = -(-batch.max_decode_length // size)
         lengths = batch.decode_lengths[:, None]
@@ -76,16 +77,17 @@ class ReferenceAttention:
         blocks = torch.where(first < lengths, batch.blocks[batch.decode_rows, :num_blocks], last_block)
         seen = torch.arange(num_blocks * size, device=lengths.device) < lengths
         mask = torch.zeros(seen.shape, dtype=self._pools[0].dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-        return blocks.view(-1), mask.repeat(self._num_kv_heads, 1)[:, None]
+        return blocks.view(-1), ~seen[:, :, None], mask.repeat(self._num_kv_heads, 1)[:, None]
 
     def _attend_decodes(
-        self, pool: torch.Tensor, q: torch.Tensor, blocks: torch.Tensor, mask: torch.Tensor
+        self, pool: torch.Tensor, q: torch.Tensor, blocks: torch.Tensor, unseen: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
         """Two batched products, one batch entry for each KV head of each row."""
         num_rows, head_dim = q.shape[0], q.shape[-1]
         num_kv_heads, length = self._num_kv_heads, mask.shape[-1]
         by_head = pool.transpose(0, 1)  # [2 * num_kv_heads, num_slots, head_dim]
         kv = by_head.view(2 * num_kv_heads, -1, self._block_size, head_dim).index_select(1, blocks)
+        kv.view(2 * num_kv_heads, num_rows, length, head_dim).masked_fill_(unseen, 0)  # stale: NaN times 0 is NaN
         k, v = kv.view(2, num_kv_heads * num_rows, length, head_dim).unbind(0)
         grouped = q.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).to(pool.dtype)
         grouped = grouped.reshape(num_kv_heads * num_rows, -1, head_dim)

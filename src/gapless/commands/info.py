@@ -7,8 +7,14 @@ import platform
 from gapless import __version__
 from gapless.config import EngineOptions
 from gapless.models.source import resolve as resolve_source
-from gapless.pipeline.engine import resolve
+from gapless.pipeline.engine import Resolved, resolve
 from gapless.report import readable_bytes
+
+
+def _step(resolved: Resolved) -> str:
+    if resolved.native:
+        return "one native call"
+    return "torch" + (f", for want of a native one: {resolved.slow_reason}" if resolved.slow_reason else "")
 
 
 def info(options: EngineOptions) -> int:
@@ -24,6 +30,7 @@ def info(options: EngineOptions) -> int:
         "device": f"{resolved.device_name}, {options.num_threads or torch.get_num_threads()} threads",
         "model": f"{source.name}: {model.architecture}, {model.num_layers} layers, vocabulary {model.vocab_size}",
         "dtype": f"weights {dtype}, KV cache {kv_dtype}",
+        "step": _step(resolved),
         "depth": str(options.depth),
         "KV cache": f"{readable_bytes(resolved.kv_bytes)}: {limits.num_blocks} blocks of {limits.block_size} tokens, "
         f"{limits.num_blocks * limits.block_size} tokens in all",

@@ -15,7 +15,7 @@ from torch import Tensor
 from gapless.errors import CorruptModel
 from gapless.models.config import ModelConfig
 from gapless.models.gguf_file import GGUFFile
-from gapless.models.llama import CausalLM, weight_shapes
+from gapless.models.llama import CausalLM, ReadWeight, weight_shapes
 from gapless.models.source import ModelSource
 from gapless.models.weights import DummyWeights, GGUFWeights, SafetensorsWeights, Shapes, Weights
 
@@ -46,15 +46,31 @@ def load_model(
     progress: Progress | None = None,
 ) -> CausalLM:
     """Reads weights one at a time onto the device; `seed` counts for dummy weights, which need no weight files."""
-    expected = weight_shapes(config)
-    weights = _open_weights(source, config, expected, dtype, device, load_format, seed)
-    _check_shapes(weights, expected, source)
-    reader = _Reader(weights, len(expected), dtype, device, progress)
+    read = open_weights(
+        source, config, dtype=dtype, device=device, load_format=load_format, seed=seed, progress=progress
+    )
     with torch.inference_mode():
-        return CausalLM(config, reader, max_positions, batch_invariant=batch_invariant)
+        return CausalLM(config, read, max_positions, batch_invariant=batch_invariant)
 
 
-def _open_weights(
+def open_weights(
+    source: ModelSource,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> ReadWeight:
+    """All weights are there and have the config's shapes; the function reads one by its name."""
+    expected = weight_shapes(config)
+    weights = _open_source(source, config, expected, dtype, device, load_format, seed)
+    _check_shapes(weights, expected, source)
+    return _Reader(weights, len(expected), dtype, device, progress)
+
+
+def _open_source(
     source: ModelSource,
     config: ModelConfig,
     expected: Shapes,

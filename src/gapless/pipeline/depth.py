@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from gapless.core.plan import Plan
 
-STEPS_A_ROUND = 12
-SETTLING_STEPS = 4  # of each round, not counted: the pipeline still has the previous depth's shape
-NUM_ROUNDS = 3
+STEPS_A_ROUND = 7  # with two depths and two rounds: decided after 28 steps, so that a job of 64 tokens is
+SETTLING_STEPS = 2  # of each round, not counted: the pipeline still has the previous depth's shape
+NUM_ROUNDS = 2
 
 
 class FixedDepth:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,10 +22,11 @@ from gapless.device.base import Device
 from gapless.errors import CapacityError, ConfigError
 from gapless.models.config import ModelConfig
 from gapless.models.llama import CausalLM, weight_shapes
-from gapless.models.loader import load_config, load_model
+from gapless.models.loader import load_config, load_model, open_weights
 from gapless.models.source import ModelSource
 from gapless.runner.kv_store import KVStore, block_bytes
 from gapless.runner.logprobs import score
+from gapless.runner.native import NativeModel, NativeRunner, why_not
 from gapless.runner.runner import Runner, Sampler
 from gapless.runner.sampler import sample
 
@@ -55,6 +56,8 @@ class Resolved:
     kv_dtype: torch.dtype
     kv_bytes: int
     limits: Limits
+    native: bool  # steps are native calls
+    slow_reason: str | None = None  # why they are not, where the user did not say so
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Built:
 
     resolved: Resolved
     device: Device
-    runner: Runner | GraphRunner
+    runner: Runner | GraphRunner | NativeRunner
 
 
 def resolve(options: EngineOptions, source: ModelSource) -> Resolved:
@@ -81,28 +84,39 @@ def build(options: EngineOptions, source: ModelSource, progress: Progress | None
         torch.set_num_threads(options.num_threads)
     config = load_config(source)
     device = open_device(pick_device(options.device), seed=options.interleave, check=options.check)
-    model = load_model(
-        source,
-        config,
-        dtype=_dtypes(options, device)[0],
-        device=device.torch_device,
-        load_format=options.load_format,
-        seed=options.seed,
-        max_positions=_max_model_len(options, config),
-        batch_invariant=options.batch_invariant,
-        progress=progress,
-    )
+    weights: dict[str, Any] = {
+        "dtype": _dtypes(options, device)[0],
+        "device": device.torch_device,
+        "load_format": options.load_format,
+        "seed": options.seed,
+        "max_positions": _max_model_len(options, config),
+        "progress": progress,
+    }
+    if _native(options, device)[0]:
+        packed = load_native(source, config, **weights)
+        resolved = _resolve(options, config, device, dry_run=lambda: None)
+        kv = _kv_store(device, config, resolved)
+        return Built(resolved, device, NativeRunner(device, resolved.limits, packed, kv))
+    model = load_model(source, config, batch_invariant=options.batch_invariant, **weights)
     num_rows, num_tokens = _sizes(options, device)
     resolved = _resolve(options, config, device, partial(_dry_run, model, config, device, num_rows, num_tokens))
     kv = _kv_store(device, config, resolved)
     attention = _attention(device, kv, config, resolved.limits, options.batch_invariant)
-    runner = Runner(device, resolved.limits, model, kv, attention, _sampler(device))
+    runner = Runner(device, resolved.limits, model, kv, attention, _sampler(device), resolved.slow_reason)
     if device.torch_device.type in GRAPH_DEVICES:
         from gapless.runner.graphs import GraphRunner  # needs Triton, which only GPU installations have
 
         mixed = _weight_bytes(config, resolved.dtype) < MIXED_GRAPHS_BELOW_BYTES
         return Built(resolved, device, GraphRunner(runner, model, attention, resolved.limits, progress, mixed=mixed))
     return Built(resolved, device, runner)
+
+
+def load_native(
+    source: ModelSource, config: ModelConfig, *, max_positions: int | None = None, **weights: Any
+) -> NativeModel:
+    """The model for native steps; no second copy of its weights remains."""
+    with torch.inference_mode():
+        return NativeModel(config, open_weights(source, config, **weights), max_positions)
 
 
 def _resolve(options: EngineOptions, model: ModelConfig, device: Device, dry_run: Callable[[], None]) -> Resolved:
@@ -120,7 +134,9 @@ def _resolve(options: EngineOptions, model: ModelConfig, device: Device, dry_run
         max_model_len=max_model_len,
         prefix_cache=options.prefix_cache,
     )
-    return Resolved(model, device.torch_device.type, dtype, kv_dtype, num_blocks * size, limits)
+    return Resolved(
+        model, device.torch_device.type, dtype, kv_dtype, num_blocks * size, limits, *_native(options, device)
+    )
 
 
 @torch.inference_mode()
@@ -205,6 +221,7 @@ ATTENTION = {"cpu": _reference, "cuda": _triton}
 DEFAULTS = {"cpu": _cpu_defaults, "cuda": _cuda_defaults}
 GRAPH_DEVICES = ("cuda",)
 MIXED_GRAPHS_BELOW_BYTES = 4 * 2**30  # of weights: larger models run longer than their launches take
+NATIVE_DEVICES = ("cpu",)
 HEADS_FIRST_DEVICES = ("cpu",)  # whose attention gathers the KV cache head by head
 
 
@@ -213,6 +230,14 @@ def _dtypes(options: EngineOptions, device: Device) -> tuple[torch.dtype, torch.
     defaults = DEFAULTS[device.torch_device.type]()
     dtype: torch.dtype = defaults.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     return dtype, defaults.kv_dtype or dtype
+
+
+def _native(options: EngineOptions, device: Device) -> tuple[bool, str | None]:
+    """Whether steps are native calls, and if not, why, unless that is what the user asked for."""
+    if device.torch_device.type not in NATIVE_DEVICES or not options.native:
+        return False, None
+    reason = why_not(_dtypes(options, device)[0])
+    return reason is None, reason
 
 
 def _sizes(options: EngineOptions, device: Device) -> tuple[int, int]:

@@ -14,6 +14,7 @@ class KVStore:
     """Pools of [(num_blocks + 1) * block_size, 2 * num_kv_heads, head_dim], k heads before v heads.
 
     The last block is nobody's: rows of padding write there. With `heads_first` a head's slots lie together in memory.
+    The native step uses the same memory, laid out its own way (native/attention.h).
     """
 
     def __init__(

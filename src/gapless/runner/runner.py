@@ -64,7 +64,9 @@ class Runner:
         kv: KVStore,
         attention: Attention,
         sampler: Sampler = sample,
+        slow_reason: str | None = None,
     ) -> None:
+        """slow_reason: why this runs although a faster runner was wanted."""
         self._block_size = limits.block_size
         self._num_rows = limits.num_rows
         self._model = model
@@ -72,7 +74,8 @@ class Runner:
         self._sampler = sampler
         self.rows = RowStore(device, limits)
         self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
-        self.ledger: Counter[str] = Counter()  # fast paths that were missed, by reason: here there is none to miss
+        self.ledger: Counter[str] = Counter()  # steps that missed a faster runner, by reason
+        self._slow_reason = slow_reason
 
     def fill(self, plan: Plan, out: IntArray) -> int:
         """Pack the plan; return how many numbers it took."""
@@ -84,6 +87,8 @@ class Runner:
 
         The scores, if the plan has any, follow them.
         """
+        if self._slow_reason is not None:
+            self.ledger[f"no native call: {self._slow_reason}"] += 1
         packed = unpack(packed_plan, Sections.of(plan))
         self.rows.apply(packed)
         hidden, positions = self.forward(plan, packed)

@@ -1,0 +1,1 @@
+"""A CPU's step in C++, and the library it is built into on first use."""

@@ -1,0 +1,179 @@
+"""The native library: built with the machine's own compiler on first use, kept in the user's cache, called by ctypes.
+
+Owns the build, its key in the cache, and the C signatures. Without a compiler there is no library, and a reason.
+Knows nothing of models or steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from gapless.config import cache_dir, compilers
+from gapless.errors import NativeUnavailable
+
+SOURCES = Path(__file__).parent
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread")
+BUILD_TIME_S = 300.0  # past this a compiler is taken to hang
+PARTS = (
+    *("EMBEDDING", "HEAD", "LAST_NORM", "FIRST_NORM", "SECOND_NORM"),
+    *("QKV", "OUT", "GATE", "UP", "DOWN", "Q_NORM", "K_NORM"),
+)  # model.h has the same list
+
+
+class Shape(Structure):
+    """model.h"""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")),
+        *((name, c_int32) for name in ("head_dim", "inner_size", "tied", "qk_norm")),
+        ("eps", c_float),
+    ]
+
+
+class Cache(Structure):
+    """attention.h"""
+
+    _fields_ = [
+        ("memory", c_void_p),
+        *((name, c_int32) for name in ("num_layers", "block_size", "num_kv_heads", "head_dim")),
+    ]
+
+
+class Rows(Structure):
+    """step.cpp"""
+
+    _fields_ = [("last_token", c_void_p), ("length", c_void_p), ("blocks", c_void_p), ("max_blocks", c_int64)]
+
+
+class Rotary(Structure):
+    """step.cpp"""
+
+    _fields_ = [("table", c_void_p), ("num_positions", c_int64)]
+
+
+class Sizes(Structure):
+    """step.cpp"""
+
+    _fields_ = [(name, c_int32) for name in ("max_tokens", "max_samples", "num_threads")]
+
+
+class Sections(Structure):
+    """step.cpp"""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("num_decodes", "num_chunk_tokens", "num_chunks", "num_samples")),
+        *((name, c_int32) for name in ("num_score_samples", "num_targets", "num_new_blocks")),
+    ]
+
+
+SIGNATURES: dict[str, tuple[object, list[object]]] = {  # result, arguments
+    "gapless_model": (c_void_p, [POINTER(Shape), c_int32]),
+    "gapless_set_matrix": (None, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
+    "gapless_set_vector": (None, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
+    "gapless_drop_model": (None, [c_void_p]),
+    "gapless_engine": (c_void_p, [c_void_p, *(POINTER(x) for x in (Cache, Rows, Rotary, Sizes))]),
+    "gapless_step": (c_int32, [c_void_p, c_void_p, POINTER(Sections), c_void_p, c_void_p]),
+    "gapless_predict": (None, [c_void_p, c_int32, c_int32, c_void_p]),
+    "gapless_drop_engine": (None, [c_void_p]),
+}
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The library, built unless the cache has it. Raises NativeUnavailable with the reason."""
+    return open_library(build_library(compilers(), cache_dir()))
+
+
+@cache
+def why_unavailable() -> str | None:
+    """Why there is no library; None where there is one."""
+    try:
+        load_library()
+    except NativeUnavailable as error:
+        return str(error)
+    return None
+
+
+def build_library(commands: Sequence[str], directory: Path) -> Path:
+    """Path of a library that fits sources, compiler and processor."""
+    compiler = next((found for command in commands if (found := shutil.which(command))), None)
+    if compiler is None:
+        raise NativeUnavailable(f"no C++ compiler ({', '.join(commands)})")
+    path = directory / f"step-{_key(compiler)}.so"
+    if not path.exists():
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            _compile(compiler, path)
+        except OSError as error:
+            raise NativeUnavailable(f"{directory} cannot be written ({error.strerror})") from error
+    return path
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load it and declare its functions."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailable(f"{path} cannot be loaded ({error})") from error
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Write to a name of our own, then rename: two processes may build at once, and neither sees half a file."""
+    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    command = [compiler, *FLAGS, str(SOURCES / "step.cpp"), "-o", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIME_S)
+        if done.returncode != 0:
+            raise NativeUnavailable(f"{compiler} failed: {_first_error(done.stderr)}")
+        Path(name).replace(path)
+    except subprocess.TimeoutExpired:
+        raise NativeUnavailable(f"{compiler} took longer than {BUILD_TIME_S:.0f} s") from None
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _first_error(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else "without a message")
+
+
+def _key(compiler: str) -> str:
+    """A library is used again only if nothing that went into it differs."""
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
+        digest.update(path.read_bytes())
+    digest.update(_output(compiler, "--version"))
+    digest.update(_cpu_features().encode())
+    return digest.hexdigest()[:20]
+
+
+def _output(*command: str) -> bytes:
+    try:
+        return subprocess.run(command, capture_output=True, timeout=BUILD_TIME_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return b""
+
+
+def _cpu_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    kinds = ("flags", "Features", "model name", "CPU part")
+    found = sorted({line for line in lines if line.startswith(kinds)})
+    return "\n".join([platform.machine(), platform.processor(), *found])

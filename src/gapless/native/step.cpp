@@ -1,0 +1,474 @@
+// One step of a Llama-family model on a CPU, as one call: packed plan in, tokens out, no lock of the interpreter held.
+//
+// Owns an engine's scratch memory and its team. Rows, KV cache and weights belong to others. The residual stream is
+// float32; what enters a product has the product's type. Every thread walks the same layers, phase by phase; a phase reads
+// what earlier ones wrote, and each of its units writes a place of its own.
+#include <memory>
+
+#include "attention.h"
+#include "model.h"
+#include "threads.h"
+
+namespace gapless {
+
+// What the host keeps of each row; `native/library.py` has the same fields, here and below.
+struct Rows {
+    int64_t *last_token, *length, *blocks;
+    int64_t max_blocks;
+};
+
+struct Rotary {
+    const float* table;  // [num_positions][2][head_dim]: cos and signed sin
+    int64_t num_positions;
+};
+
+struct Sizes {
+    int32_t max_tokens, max_samples, num_threads;
+};
+
+struct Sections {
+    int32_t num_decodes, num_chunk_tokens, num_chunks, num_samples, num_score_samples, num_targets, num_new_blocks;
+};
+
+enum Status { OK = 0, BAD_TOKEN = 1, BAD_POSITION = 2 };
+
+// A packed plan, section by section; `runner/fill.py` has the order.
+struct Plan {
+    Plan(const int32_t* p, const Sections& s) : count(s) {
+        auto next = [&p](int n) { return (p += n) - n; };
+        decode_rows = next(s.num_decodes);
+        chunk_tokens = next(s.num_chunk_tokens), chunk_positions = next(s.num_chunk_tokens);
+        chunk_token_rows = next(s.num_chunk_tokens);
+        chunk_rows = next(s.num_chunks), chunk_offsets = next(s.num_chunks);
+        chunk_starts = next(s.num_chunks), chunk_ends = next(s.num_chunks);
+        sample_tokens = next(s.num_samples), sample_rows = next(s.num_samples);
+        next(s.num_score_samples);
+        score_tokens = next(s.num_targets);
+        next(s.num_targets);
+        new_blocks = next(3 * s.num_new_blocks);
+    }
+
+    int num_tokens() const { return count.num_decodes + count.num_chunk_tokens; }
+
+    // Tokens whose last hidden state counts: those followed by a sample, then those followed by a target.
+    int num_picked() const { return count.num_samples + count.num_targets; }
+    int picked(int i) const { return i < count.num_samples ? sample_tokens[i] : score_tokens[i - count.num_samples]; }
+
+    const Sections count;
+    const int32_t *decode_rows, *chunk_tokens, *chunk_positions, *chunk_token_rows, *chunk_rows, *chunk_offsets;
+    const int32_t *chunk_starts, *chunk_ends, *sample_tokens, *sample_rows, *score_tokens, *new_blocks;
+};
+
+inline vec load_part(const float* p, int count) {
+    if (count >= LANES) return load(p);
+    vec v{};
+    memcpy(&v, p, count * sizeof(float));
+    return v;
+}
+
+inline float norm_factor(const float* x, int size, float eps) {
+    vec squares{};
+    for (int i = 0; i < size; i += LANES) {
+        const vec v = load_part(x + i, size - i);
+        squares = fma(v, v, squares);
+    }
+    return 1.0f / std::sqrt(sum(squares) / size + eps);
+}
+
+template <class Output>
+void normalize(const float* x, const float* weight, int size, float eps, Output* out) {
+    const float factor = norm_factor(x, size, eps);
+    for (int i = 0; i < size; i += LANES) {
+        const int left = size - i;
+        put(out + i, load_part(x + i, left) * factor * load_part(weight + i, left), left);
+    }
+}
+
+// A head, normalized if there is a weight, rotated, and scaled, in place.
+inline void rotate(float* x, const float* weight, float eps, const float* cos_sin, int head_dim, float scale) {
+    if (weight != nullptr) normalize(x, weight, head_dim, eps, x);
+    const int half = head_dim / 2;
+    const float *cos = cos_sin, *sin = cos_sin + head_dim;
+    for (int i = 0; i < half; i++) {
+        const float low = x[i], high = x[i + half];
+        x[i] = (low * cos[i] + high * sin[i]) * scale;
+        x[i + half] = (high * cos[i + half] + low * sin[i + half]) * scale;
+    }
+}
+
+struct Best {  // of 16 columns side by side
+    vec value;
+    ivec panel;
+};
+
+class AnyEngine {
+  public:
+    virtual ~AnyEngine() = default;
+    virtual int step(const int32_t* packed, const Sections& sections, float* logits, int32_t* tokens) = 0;
+    virtual void predict(int first, int count, float* logits) = 0;
+};
+
+template <class T>
+class Engine : public AnyEngine {
+  public:
+    typedef typename T::Input Input;
+
+    Engine(const Model<T>& model, const Cache& cache, const Rows& rows, const Rotary& rotary, const Sizes& sizes)
+        : model_(model), cache_(cache), rows_(rows), rotary_(rotary), team_(sizes.num_threads) {
+        const Shape& s = model.shape;
+        const int heads_a_kv_head = s.num_heads / s.num_kv_heads;
+        for (int i = 0; i < sizes.num_threads; i++) attentions_.emplace_back(cache, heads_a_kv_head);
+        const int room = sizes.max_samples + sizes.max_tokens + MOST_ROWS;
+        ids_.resize(room), positions_.resize(room), table_rows_.resize(room);
+        normed_stride_ = padded(s.hidden_size), mixed_stride_ = padded(s.q_size()), inner_stride_ = padded(s.inner_size);
+        hidden_ = memory_.take<float>((long)room * s.hidden_size);
+        heads_ = memory_.take<float>((long)room * s.qkv_size());
+        normed_ = memory_.take<Input>((long)room * normed_stride_);
+        mixed_ = memory_.take<Input>((long)room * mixed_stride_);
+        inner_ = memory_.take<Input>((long)room * inner_stride_);
+        picked_hidden_ = memory_.take<float>((long)room * s.hidden_size);
+        picked_mixed_ = memory_.take<Input>((long)room * mixed_stride_);
+        best_ = memory_.take<Best>((long)sizes.num_threads * sizes.max_samples);
+        best_stride_ = sizes.max_samples;
+    }
+
+    int step(const int32_t* packed, const Sections& sections, float* logits, int32_t* tokens) override {
+        const Plan plan(packed, sections);
+        for (int i = 0; i < sections.num_new_blocks; i++) {
+            const int32_t* entry = plan.new_blocks + 3 * i;
+            rows_.blocks[entry[0] * rows_.max_blocks + entry[1]] = entry[2];
+        }
+        if (const int status = gather(plan)) return status;
+        make_tiles(plan);
+        std::fill_n(best_, team_.size() * best_stride_, Best{fill(-INF), ivec{}});
+        team_.run([&](int thread) { walk(plan, logits, thread); });
+        finish(plan, logits == nullptr, tokens);
+        return OK;
+    }
+
+    // The logits of the last step's picked tokens, from `first` on.
+    void predict(int first, int count, float* logits) override {
+        team_.run([&](int thread) { predict_rows(first, count, logits, thread); });
+    }
+
+  private:
+    static long padded(int size) { return (size + 31L) / 32 * 32; }
+
+    // Token, position and row of each of the step's tokens: decodes from the rows, chunks from the plan.
+    int gather(const Plan& plan) {
+        for (int i = 0; i < plan.num_tokens(); i++) {
+            const int decodes = plan.count.num_decodes, j = i - decodes;
+            table_rows_[i] = i < decodes ? plan.decode_rows[i] : plan.chunk_token_rows[j];
+            ids_[i] = i < decodes ? rows_.last_token[table_rows_[i]] : plan.chunk_tokens[j];
+            positions_[i] = i < decodes ? rows_.length[table_rows_[i]] : plan.chunk_positions[j];
+            if (ids_[i] < 0 || ids_[i] >= model_.shape.vocab_size) return BAD_TOKEN;
+            if (positions_[i] < 0 || positions_[i] >= rotary_.num_positions) return BAD_POSITION;
+        }
+        return OK;
+    }
+
+    // What attention works on, the longest dealt out first.
+    void make_tiles(const Plan& plan) {
+        tiles_.clear();
+        for (int i = 0; i < plan.count.num_decodes; i++)
+            tiles_.push_back({i, 1, (int)positions_[i], blocks_of(plan.decode_rows[i])});
+        const int most = attentions_[0].tokens_a_tile();
+        for (int c = 0; c < plan.count.num_chunks; c++) {
+            const int start = plan.chunk_starts[c], count = plan.chunk_ends[c] - start;
+            for (int i = 0; i < count; i += most)
+                tiles_.push_back(
+                    {plan.chunk_offsets[c] + i, std::min(most, count - i), start + i, blocks_of(plan.chunk_rows[c])}
+                );
+        }
+        std::stable_sort(tiles_.begin(), tiles_.end(), [](const QueryTile& a, const QueryTile& b) {
+            return (long)a.num_tokens * (a.start + a.num_tokens) > (long)b.num_tokens * (b.start + b.num_tokens);
+        });
+    }
+
+    const int64_t* blocks_of(int row) const { return rows_.blocks + row * rows_.max_blocks; }
+
+    // The whole step, as one of the threads sees it.
+    void walk(const Plan& plan, float* logits, int thread) {
+        const Shape& s = model_.shape;
+        int num_rows = plan.num_tokens();
+        float* hidden = hidden_;
+        const Input* mixed = mixed_;
+        each_row(thread, num_rows, [&](int i) { embed(ids_[i], hidden + (long)i * s.hidden_size); });
+        for (int index = 0; index < s.num_layers; index++) {
+            const Layer<T>& layer = model_.layers[index];
+            norm_rows(hidden, layer.first_norm, num_rows, thread);
+            project(layer.qkv, num_rows, thread);
+            each_row(thread, num_rows, [&](int i) { rotate_and_store(layer, index, i); });
+            attend(index, thread);
+            if (index == s.num_layers - 1) {
+                num_rows = plan.num_picked();
+                each_row(thread, num_rows, [&](int i) { pick(plan.picked(i), i); });
+                hidden = picked_hidden_, mixed = picked_mixed_;
+            }
+            add_product(layer.out, mixed, mixed_stride_, hidden, num_rows, thread);
+            norm_rows(hidden, layer.second_norm, num_rows, thread);
+            gate(layer.gate_up, num_rows, thread);
+            add_product(layer.down, inner_, inner_stride_, hidden, num_rows, thread);
+        }
+        norm_rows(hidden, model_.last_norm, num_rows, thread);
+        predict_rows(0, plan.count.num_samples, logits, thread);
+    }
+
+    template <class Action>
+    void each_row(int thread, int count, Action action) {
+        const int run = std::max(1, count / (4 * team_.size()));
+        team_.phase(thread, (count + run - 1) / run, [&](int unit) {
+            for (int i = unit * run; i < std::min(count, (unit + 1) * run); i++) action(i);
+        });
+    }
+
+    template <class Done>
+    void run_product(
+        int thread, const Linear<T>& linear, int num_rows, int together, const Input* x, long x_stride, Done done
+    ) {
+        const Cut<T> cut(linear, num_rows, together, team_.size());
+        team_.phase(thread, cut.num_units, [&](int unit) { multiply(linear, cut, unit, x, x_stride, done); });
+    }
+
+    void embed(int64_t id, float* out) const {
+        const int size = model_.shape.hidden_size;
+        if (model_.table == nullptr) {
+            const int panel = id / LANES, lane = id % LANES;
+            for (int k = 0; k < size; k++) out[k] = to_float(*model_.head.at(panel, lane, k));
+        } else {
+            for (int k = 0; k < size; k++) out[k] = to_float(model_.table[id * size + k]);
+        }
+    }
+
+    static float to_float(float x) { return x; }
+    static float to_float(uint16_t x) { return from_bf16(x); }
+
+    void norm_rows(const float* hidden, const float* weight, int num_rows, int thread) {
+        const Shape& s = model_.shape;
+        each_row(thread, num_rows, [&](int i) {
+            normalize(hidden + (long)i * s.hidden_size, weight, s.hidden_size, s.eps, normed_ + i * normed_stride_);
+        });
+    }
+
+    void project(const Linear<T>& linear, int num_rows, int thread) {
+        const long stride = model_.shape.qkv_size();
+        auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
+            for (int n = 0; n < count; n++)
+                for (int m = 0; m < rows; m++) {
+                    const int column = (panel + n) * LANES;
+                    vec y = load(sums + (n * tile_rows + m) * LANES);
+                    if (linear.bias != nullptr) y += load(linear.bias + column);
+                    put(heads_ + (row + m) * stride + column, y, linear.num_outputs - column);
+                }
+        };
+        run_product(thread, linear, num_rows, 1, normed_, normed_stride_, done);
+    }
+
+    void rotate_and_store(const Layer<T>& layer, int index, int token) {
+        const Shape& s = model_.shape;
+        const int size = s.head_dim, position = positions_[token];
+        const float* cos_sin = rotary_.table + (long)position * 2 * size;
+        const int64_t* blocks = blocks_of(table_rows_[token]);
+        const int64_t block = blocks[position / cache_.block_size];
+        const float scale = 1.0f / std::sqrt((float)size);
+        float* q = heads_ + (long)token * s.qkv_size();
+        float *k = q + s.q_size(), *v = k + s.num_kv_heads * size;
+        for (int h = 0; h < s.num_heads; h++)
+            rotate(q + h * size, s.qk_norm ? layer.q_norm : nullptr, s.eps, cos_sin, size, scale);
+        for (int h = 0; h < s.num_kv_heads; h++) {
+            rotate(k + h * size, s.qk_norm ? layer.k_norm : nullptr, s.eps, cos_sin, size, 1.0f);
+            cache_.write(block, position % cache_.block_size, index, h, k + h * size, v + h * size);
+        }
+    }
+
+    void attend(int index, int thread) {
+        const Shape& s = model_.shape;
+        const int group = s.num_heads / s.num_kv_heads * s.head_dim, num_items = tiles_.size() * s.num_kv_heads;
+        team_.phase(thread, num_items, [&](int i) {
+            const QueryTile& tile = tiles_[i / s.num_kv_heads];
+            const int head = i % s.num_kv_heads;
+            attentions_[thread].attend(
+                index, head, tile, heads_ + (long)tile.first_token * s.qkv_size() + head * group, s.qkv_size(),
+                mixed_ + tile.first_token * mixed_stride_ + head * group, mixed_stride_
+            );
+        });
+    }
+
+    void pick(int token, int place) {
+        const Shape& s = model_.shape;
+        memcpy(
+            picked_hidden_ + (long)place * s.hidden_size, hidden_ + (long)token * s.hidden_size,
+            s.hidden_size * sizeof(float)
+        );
+        memcpy(picked_mixed_ + place * mixed_stride_, mixed_ + token * mixed_stride_, s.q_size() * sizeof(Input));
+    }
+
+    void add_product(const Linear<T>& linear, const Input* x, long x_stride, float* hidden, int num_rows, int thread) {
+        const long stride = model_.shape.hidden_size;
+        auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
+            for (int n = 0; n < count; n++)
+                for (int m = 0; m < rows; m++) {
+                    const int column = (panel + n) * LANES, left = linear.num_outputs - column;
+                    float* to = hidden + (row + m) * stride + column;
+                    vec y = load(sums + (n * tile_rows + m) * LANES);
+                    if (linear.bias != nullptr) y += load(linear.bias + column);
+                    put(to, y + load_part(to, left), left);
+                }
+        };
+        run_product(thread, linear, num_rows, 1, x, x_stride, done);
+    }
+
+    void gate(const Linear<T>& linear, int num_rows, int thread) {
+        auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
+            for (int n = 0; n < count; n += 2)
+                for (int m = 0; m < rows; m++) {
+                    const int column = (panel + n) / 2 * LANES;
+                    vec g = load(sums + (n * tile_rows + m) * LANES);
+                    vec u = load(sums + ((n + 1) * tile_rows + m) * LANES);
+                    if (linear.bias != nullptr) {
+                        g += load(linear.bias + (panel + n) * LANES);
+                        u += load(linear.bias + (panel + n + 1) * LANES);
+                    }
+                    put(inner_ + (row + m) * inner_stride_ + column, silu(g) * u, linear.num_outputs - column);
+                }
+        };
+        run_product(thread, linear, num_rows, 2, normed_, normed_stride_, done);
+    }
+
+    // The logits themselves where they are wanted, else each thread's best of every sample.
+    void predict_rows(int first, int num_rows, float* logits, int thread) {
+        const int vocab = model_.shape.vocab_size;
+        Best* best = best_ + (long)thread * best_stride_;
+        auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
+            for (int n = 0; n < count; n++)
+                for (int m = 0; m < rows; m++) {
+                    const int column = (panel + n) * LANES;
+                    const vec y = load(sums + (n * tile_rows + m) * LANES);
+                    if (logits != nullptr) {
+                        put(logits + (long)(row + m) * vocab + column, y, vocab - column);
+                        continue;
+                    }
+                    Best& b = best[row + m];
+                    const ivec better = first_lanes(y, vocab - column, -INF) > b.value;
+                    b.value = choose(better, y, b.value);
+                    b.panel = ((ivec{} + (panel + n)) & better) | (b.panel & ~better);
+                }
+        };
+        run_product(thread, model_.head, num_rows, 1, normed_ + first * normed_stride_, normed_stride_, done);
+    }
+
+    int64_t best_token(int sample) const {
+        float value = -INF;
+        int64_t token = 0;
+        for (int thread = 0; thread < team_.size(); thread++) {
+            const Best& b = best_[thread * (long)best_stride_ + sample];
+            for (int lane = 0; lane < LANES; lane++) {
+                const int64_t id = (int64_t)b.panel[lane] * LANES + lane;
+                if (b.value[lane] > value || (b.value[lane] == value && id < token)) value = b.value[lane], token = id;
+            }
+        }
+        return token;
+    }
+
+    // Moves the rows on; tokens only where they were chosen here.
+    void finish(const Plan& plan, bool greedy, int32_t* tokens) {
+        for (int i = 0; i < plan.count.num_decodes; i++) rows_.length[plan.decode_rows[i]]++;
+        for (int i = 0; i < plan.count.num_chunks; i++) rows_.length[plan.chunk_rows[i]] = plan.chunk_ends[i];
+        for (int i = 0; greedy && i < plan.count.num_samples; i++)
+            tokens[i] = rows_.last_token[plan.sample_rows[i]] = best_token(i);
+    }
+
+    const Model<T>& model_;
+    const Cache cache_;
+    const Rows rows_;
+    const Rotary rotary_;
+    Team team_;
+    Arena memory_;
+    std::vector<Attention> attentions_;  // one a thread
+    std::vector<int64_t> ids_, positions_, table_rows_;
+    std::vector<QueryTile> tiles_;
+    long normed_stride_, mixed_stride_, inner_stride_, best_stride_;
+    float *hidden_, *heads_;           // [tokens][hidden_size], [tokens][qkv_size]
+    Input *normed_, *mixed_, *inner_;  // [tokens][stride]; what pads a row stays zero
+    float* picked_hidden_;             // [picked][hidden_size]
+    Input* picked_mixed_;
+    Best* best_;  // [threads][samples]
+};
+
+class AnyModel {
+  public:
+    virtual ~AnyModel() = default;
+    virtual void set_matrix(int part, int layer, const void* data, int num_outputs, int first) = 0;
+    virtual void set_vector(int part, int layer, const float* data, int count, int first) = 0;
+    virtual AnyEngine* engine(const Cache&, const Rows&, const Rotary&, const Sizes&) const = 0;
+};
+
+template <class T>
+class ModelOf : public AnyModel {
+  public:
+    explicit ModelOf(const Shape& shape) : model_(shape) {}
+
+    void set_matrix(int part, int layer, const void* data, int num_outputs, int first) override {
+        model_.set_matrix(part, layer, (const typename T::Weight*)data, num_outputs, first);
+    }
+
+    void set_vector(int part, int layer, const float* data, int count, int first) override {
+        model_.set_vector(part, layer, data, count, first);
+    }
+
+    AnyEngine* engine(const Cache& c, const Rows& r, const Rotary& t, const Sizes& s) const override {
+        return new Engine<T>(model_, c, r, t, s);
+    }
+
+  private:
+    Model<T> model_;
+};
+
+}  // namespace gapless
+
+using namespace gapless;
+
+// Null where memory is short.
+template <class Make>
+static auto or_null(Make make) -> decltype(make()) {
+    try {
+        return make();
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
+extern "C" {
+
+AnyModel* gapless_model(const Shape* shape, int is_bfloat16) {
+    return or_null([&]() -> AnyModel* {
+        if (is_bfloat16) return new ModelOf<Bfloat16>(*shape);
+        return new ModelOf<Float32>(*shape);
+    });
+}
+
+void gapless_set_matrix(AnyModel* model, int part, int layer, const void* data, int num_outputs, int first) {
+    model->set_matrix(part, layer, data, num_outputs, first);
+}
+
+void gapless_set_vector(AnyModel* model, int part, int layer, const float* data, int count, int first) {
+    model->set_vector(part, layer, data, count, first);
+}
+
+void gapless_drop_model(AnyModel* model) { delete model; }
+
+AnyEngine* gapless_engine(
+    const AnyModel* model, const Cache* cache, const Rows* rows, const Rotary* rotary, const Sizes* sizes
+) {
+    return or_null([&] { return model->engine(*cache, *rows, *rotary, *sizes); });
+}
+
+int gapless_step(AnyEngine* engine, const int32_t* packed, const Sections* sections, float* logits, int32_t* tokens) {
+    return engine->step(packed, *sections, logits, tokens);
+}
+
+void gapless_predict(AnyEngine* engine, int first, int count, float* logits) { engine->predict(first, count, logits); }
+
+void gapless_drop_engine(AnyEngine* engine) { delete engine; }
+
+}

@@ -1,0 +1,210 @@
+"""A CPU's step as one native call, which holds no lock of the interpreter.
+
+`NativeModel` packs the weights, `NativeRunner` runs plans like `Runner` does, and both only hand memory to the library.
+Greedy tokens are chosen inside the call; for anything else `logits` come back, and sampler and scores go on from there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gapless.core.limits import Limits
+from gapless.core.plan import Plan, score_width
+from gapless.core.request import IntArray
+from gapless.device.base import Buffer, Device
+from gapless.errors import CapacityError
+from gapless.models.config import ModelConfig
+from gapless.models.llama import ReadWeight
+from gapless.models.rope import RotaryTable
+from gapless.native import library as native
+from gapless.runner.fill import Packed, Sections, fill, unpack
+from gapless.runner.kv_store import KVStore
+from gapless.runner.logprobs import score, score_in_slices
+from gapless.runner.row_store import RowStore
+from gapless.runner.sampler import sample
+
+DTYPES = (torch.float32, torch.bfloat16)
+FAILURES = {1: "a token id outside the vocabulary", 2: "a position beyond the rope table"}
+_PART = {name: index for index, name in enumerate(native.PARTS)}
+
+
+def why_not(dtype: torch.dtype) -> str | None:
+    """Why steps with weights of this type cannot be native; None where they can."""
+    if dtype not in DTYPES:
+        return f"{str(dtype).removeprefix('torch.')} weights"
+    return native.why_unavailable()
+
+
+class NativeModel:
+    """The weights of one model, packed by the library. Read-only once made; engines may share it."""
+
+    def __init__(self, config: ModelConfig, read: ReadWeight, max_positions: int | None = None) -> None:
+        """max_positions: how many positions the rope table holds, all of the config's unless given."""
+        self.config = config
+        self._read = read
+        self._library = native.load_library()
+        table = read("model.embed_tokens.weight")
+        self.handle = self._library.gapless_model(_shape(config), table.dtype == torch.bfloat16)
+        if not self.handle:
+            raise CapacityError("no memory for the weights")
+        weakref.finalize(self, self._library.gapless_drop_model, self.handle).atexit = False
+        self._set_ends(table)
+        for layer in range(config.num_layers):
+            self._set_layer(layer, f"model.layers.{layer}.")
+        del self._read
+        positions = max_positions or config.max_position_embeddings
+        self.rotary = RotaryTable(config.rope, config.head_dim, positions, torch.float32, torch.device("cpu")).table
+
+    def _set_ends(self, table: Tensor) -> None:
+        if self.config.tie_embeddings:
+            self._set_matrix("HEAD", 0, table)
+        else:
+            self._set_matrix("EMBEDDING", 0, table)
+            self._set_matrix("HEAD", 0, self._read("lm_head.weight"))
+        self._set_vector("LAST_NORM", 0, self._read("model.norm.weight"))
+
+    def _set_layer(self, layer: int, prefix: str) -> None:
+        config, attention, mlp = self.config, f"{prefix}self_attn.", f"{prefix}mlp."
+        self._set_vector("FIRST_NORM", layer, self._read(f"{prefix}input_layernorm.weight"))
+        first = 0
+        for x in "qkv":
+            first += self._set_linear("QKV", layer, f"{attention}{x}_proj.", config.attention_bias, first)
+        for x in "qk" if config.qk_norm else "":
+            self._set_vector(f"{x.upper()}_NORM", layer, self._read(f"{attention}{x}_norm.weight"))
+        self._set_linear("OUT", layer, f"{attention}o_proj.", config.output_bias)
+        self._set_vector("SECOND_NORM", layer, self._read(f"{prefix}post_attention_layernorm.weight"))
+        for x in ("gate", "up", "down"):
+            self._set_linear(x.upper(), layer, f"{mlp}{x}_proj.", config.mlp_bias)
+
+    def _set_linear(self, part: str, layer: int, prefix: str, has_bias: bool, first: int = 0) -> int:
+        """Returns how many outputs there were."""
+        weight = self._read(f"{prefix}weight")
+        self._set_matrix(part, layer, weight, first)
+        if has_bias:
+            self._set_vector(part, layer, self._read(f"{prefix}bias"), first)
+        return len(weight)
+
+    def _set_matrix(self, part: str, layer: int, weight: Tensor, first: int = 0) -> None:
+        weight = weight.contiguous()
+        self._library.gapless_set_matrix(self.handle, _PART[part], layer, weight.data_ptr(), len(weight), first)
+
+    def _set_vector(self, part: str, layer: int, values: Tensor, first: int = 0) -> None:
+        values = values.float().contiguous()
+        self._library.gapless_set_vector(self.handle, _PART[part], layer, values.data_ptr(), len(values), first)
+
+
+class NativeRunner:
+    """Runs steps like `Runner`. Its KV cache has a layout of its own (native/attention.h)."""
+
+    def __init__(self, device: Device, limits: Limits, model: NativeModel, kv: KVStore) -> None:
+        self._model, self._kv = model, kv  # the library has pointers into both
+        self._library: Any = native.load_library()
+        self.rows = RowStore(device, limits)
+        self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
+        self.ledger: Counter[str] = Counter()  # nothing to miss
+        shape = (limits.num_rows, model.config.vocab_size)
+        self.logits = device.buffer("logits", shape, torch.float32).tensor  # of the last step that was not all greedy
+        self._engine = self._library.gapless_engine(
+            model.handle, *(ctypes.byref(x) for x in _engine_parts(limits, model, kv, self.rows))
+        )
+        if not self._engine:
+            raise CapacityError("no memory for the native step")
+        weakref.finalize(self, self._library.gapless_drop_engine, self._engine).atexit = False
+
+    def fill(self, plan: Plan, out: IntArray) -> int:
+        """Pack the plan; return how many numbers it took."""
+        return fill(plan, out)
+
+    def step(self, plan: Plan, packed_plan: Tensor, out: Tensor) -> None:
+        """Run the plan whose packed form is in `packed_plan`; leave the sampled tokens at the head of `out`.
+
+        The scores, if the plan has any, follow them.
+        """
+        sections = Sections.of(plan)
+        if plan.seats:
+            self.rows.apply(unpack(packed_plan, sections))
+        alone = not (plan.any_random or plan.any_min_tokens or plan.num_scores)  # the call needs nothing after it
+        counts = native.Sections(
+            sections.num_decodes,
+            sections.num_chunk_tokens,
+            sections.num_chunks,
+            sections.num_samples,
+            sections.num_score_samples,
+            sections.num_targets,
+            sections.num_new_blocks,
+        )
+        logits = None if alone else self.logits.data_ptr()
+        status = self._library.gapless_step(self._engine, packed_plan.data_ptr(), counts, logits, out.data_ptr())
+        if status != 0:
+            raise RuntimeError(f"the plan holds {FAILURES[status]}")
+        if not alone:
+            self._finish(plan, unpack(packed_plan, sections), out)
+
+    @torch.inference_mode()
+    def _finish(self, plan: Plan, packed: Packed, out: Tensor) -> None:
+        """Sample from the logits, and score what wants it."""
+        scored = packed.score_samples.long()
+        raw = self.logits[scored]  # a copy, for the sampler may write on the logits
+        tokens = out[: plan.num_samples]
+        if plan.num_samples:
+            tokens[:] = self._sample(plan, packed.sample_rows.long())
+        scores = out[plan.num_samples : plan.num_results].view(-1, score_width(plan.num_top))
+        if len(scored):
+            scores[: len(scored)] = score(raw, tokens.long()[scored], plan.num_top)
+        targets = packed.score_targets.long()
+        places = torch.arange(len(targets))
+        picked = plan.num_samples + places
+        score_in_slices(self._predict, picked, places, targets, scores[len(scored) :], len(self.logits))
+
+    def _sample(self, plan: Plan, rows: Tensor) -> Tensor:
+        tokens = sample(
+            self.logits[: len(rows)],
+            rows,
+            self.rows.length[rows],  # already past this step's tokens: the place of the next
+            self.rows,
+            random=plan.any_random,
+            filtered=plan.any_filtered,
+            min_tokens=plan.any_min_tokens,
+        )
+        self.rows.last_token[rows] = tokens
+        return tokens
+
+    def _predict(self, picked: Tensor) -> Tensor:
+        """Logits of some of the step's picked tokens (native/step.cpp), numbered one after the other."""
+        count = len(picked)
+        self._library.gapless_predict(self._engine, int(picked[0]), count, self.logits.data_ptr())
+        return self.logits[:count]
+
+
+def _shape(config: ModelConfig) -> native.Shape:
+    return native.Shape(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        inner_size=config.intermediate_size,
+        tied=config.tie_embeddings,
+        qk_norm=config.qk_norm,
+        eps=config.rms_norm_eps,
+    )
+
+
+def _engine_parts(
+    limits: Limits, model: NativeModel, kv: KVStore, rows: RowStore
+) -> tuple[native.Cache, native.Rows, native.Rotary, native.Sizes]:
+    config, memory = model.config, kv.buffer.tensor.data_ptr()
+    return (
+        native.Cache(memory, config.num_layers, limits.block_size, config.num_kv_heads, config.head_dim),
+        native.Rows(rows.last_token.data_ptr(), rows.length.data_ptr(), rows.blocks.data_ptr(), rows.blocks.shape[1]),
+        native.Rotary(model.rotary.data_ptr(), len(model.rotary)),
+        native.Sizes(limits.max_batch_tokens, limits.num_rows, torch.get_num_threads()),
+    )

@@ -1,0 +1,248 @@
+"""Native steps: their logits against plain torch, and the promise that batch, chunks and threads change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gapless import LLM, SamplingParams
+from gapless.attention.base import Rotation
+from gapless.core.limits import Limits
+from gapless.core.plan import Chunk, Plan, Seat
+from gapless.core.request import int_array
+from gapless.device.cpu import CpuDevice, InlineDriver
+from gapless.models.config import ModelConfig
+from gapless.models.loader import load_config, load_model
+from gapless.models.source import resolve
+from gapless.native import library
+from gapless.runner import build, native
+from gapless.runner.kv_store import KVStore
+from gapless.runner.native import NativeModel, NativeRunner
+from tiny import CPU, PROMPTS, VOCAB_SIZE, write_tiny
+
+pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason=str(library.why_unavailable()))
+
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 24}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "tied": {"tie_word_embeddings": True},
+    "mqa": {"num_key_value_heads": 1},
+    "mha": {"num_key_value_heads": 4},
+    "all biases": {"attention_bias": True, "mlp_bias": True},
+    "odd sizes": {"hidden_size": 35, "head_dim": 10, "intermediate_size": 51, "vocab_size": 61},
+    "odd sizes, tied": {"hidden_size": 35, "head_dim": 22, "intermediate_size": 51, "tie_word_embeddings": True},
+    "large heads": {"head_dim": 144},
+    "llama3 rope": {
+        "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        | {"original_max_position_embeddings": 32, "rope_theta": 5000.0}
+    },
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "many heads": {"num_attention_heads": 50, "num_key_value_heads": 1, "head_dim": 16},
+}
+TOKENS = np.random.default_rng(3).integers(0, 61, 100).astype(np.int32)
+
+
+@dataclass
+class Feed:
+    """Known tokens of one row for one step."""
+
+    row: int
+    start: int
+    tokens: Sequence[int]
+
+
+class Bench:
+    """A runner alone: feeds chunks, gives back the logits of each chunk's last token."""
+
+    def __init__(self, model: NativeModel, block_size: int = 16, num_rows: int = 40) -> None:
+        device = CpuDevice(driver=InlineDriver())
+        config = model.config
+        blocks = 128 // block_size
+        self.limits = Limits(num_rows, num_rows * blocks, block_size, max_batch_tokens=400, max_model_len=128)
+        self.kv = KVStore(
+            device,
+            num_layers=config.num_layers,
+            num_blocks=self.limits.num_blocks,
+            block_size=block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=torch.float32,
+            heads_first=True,
+        )
+        self.runner = NativeRunner(device, self.limits, model, self.kv)
+        order = np.random.default_rng(1).permutation(self.limits.num_blocks)
+        self._blocks = order.reshape(num_rows, blocks).astype(np.int32)
+
+    def step(self, *feeds: Feed, decodes: Sequence[int] = ()) -> torch.Tensor:
+        chunks = tuple(Chunk(f.row, 1, f.start, int_array(f.tokens), True) for f in feeds)
+        rows = [*decodes, *(f.row for f in feeds)]
+        table = [(row, i, int(b)) for row in (f.row for f in feeds) for i, b in enumerate(self._blocks[row])]
+        plan = Plan(
+            step=1,
+            decode_rows=int_array(decodes),
+            chunks=chunks,
+            seats=tuple(Seat(f.row, SamplingParams(temperature=0), 1, (), 0) for f in feeds),
+            new_blocks=np.array(table, np.int32).reshape(-1, 3),
+            sample_rows=int_array(rows),
+            sample_epochs=np.ones(len(rows), np.int64),
+            max_decode_length=0,
+            any_random=True,  # so that logits come back
+            any_filtered=False,
+            any_min_tokens=False,
+        )
+        packed = torch.zeros(20_000, dtype=torch.int32)  # more than a scheduler's plan: whole tables at once
+        self.runner.fill(plan, packed.numpy())
+        self.tokens = torch.zeros(self.limits.num_rows, dtype=torch.int32)
+        self.runner.step(plan, packed, self.tokens)
+        return self.runner.logits[: len(rows)].clone()
+
+
+def load_native(directory: Path, dtype: torch.dtype = torch.float32) -> NativeModel:
+    source = resolve(directory)
+    return build.load_native(source, load_config(source), dtype=dtype, device=torch.device("cpu"))
+
+
+def dense_logits(directory: Path, tokens: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Of every position, by the torch model."""
+    source = resolve(directory)
+    config = load_config(source)
+    model = load_model(source, config, dtype=dtype, device=torch.device("cpu"))
+    with torch.inference_mode():
+        hidden = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), _dense(config))
+        return model.logits(hidden).float()
+
+
+def _dense(config: ModelConfig) -> Any:
+    def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        sizes = (config.num_heads, config.num_kv_heads)
+        q, k = rotation.apply(heads[:, : sum(sizes)]).split_with_sizes(sizes, dim=1)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, heads[:, sum(sizes) :]))
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1).flatten(1)
+
+    return attend
+
+
+@pytest.fixture(params=[1, 3], ids=["1 thread", "3 threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("block_size", [16, 4])
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_logits_equal_torch(tmp_path: Path, changes: dict[str, Any], block_size: int) -> None:
+    write_tiny(tmp_path, **changes)
+    bench, tokens = Bench(load_native(tmp_path), block_size), TOKENS.tolist()
+    expected = dense_logits(tmp_path, tokens)
+    start = 0
+    for end in (1, 2, 19, 20, 83, 100):
+        found = bench.step(Feed(3, start, tokens[start:end]))[0]
+        torch.testing.assert_close(found, expected[end - 1], atol=1e-4, rtol=1e-4)
+        start = end
+
+
+def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
+    write_tiny(tmp_path, hidden_size=64, head_dim=16)
+    expected = dense_logits(tmp_path, TOKENS)[-1]
+    found = Bench(load_native(tmp_path, torch.bfloat16)).step(Feed(0, 0, TOKENS))[0]
+    torch_error = (dense_logits(tmp_path, TOKENS, torch.bfloat16)[-1] - expected).abs().mean()
+    assert (found - expected).abs().mean() < 1.2 * torch_error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("block_size", [16, 4])
+def test_no_bit_depends_on_batch_chunks_or_threads(
+    tmp_path: Path, dtype: torch.dtype, block_size: int, threads: int
+) -> None:
+    write_tiny(tmp_path, hidden_size=64, head_dim=16, intermediate_size=112, num_hidden_layers=3)
+    model = load_native(tmp_path, dtype)
+    torch.set_num_threads(1)
+    alone = Bench(model, block_size).step(Feed(0, 0, TOKENS))[0]
+    torch.set_num_threads(threads)
+    in_pieces = Bench(model, block_size)
+    start = 0
+    for end in (1, 8, 9, 40, 41, 64, 99, 100):
+        found = in_pieces.step(Feed(5, start, TOKENS[start:end]))[0]
+        start = end
+    assert torch.equal(found, alone)
+    for num_others in (1, 4, 11, 15, 27, 39):
+        crowd = Bench(model, block_size)
+        others = [Feed(row, 0, TOKENS[: row % 5 + 1]) for row in range(1, num_others + 1)]
+        crowd.step(Feed(0, 0, TOKENS[:-1]), *others)
+        crowd.runner.rows.last_token[0] = int(TOKENS[-1])
+        found = crowd.step(decodes=range(num_others + 1))[0]
+        assert torch.equal(found, alone), num_others
+
+
+@pytest.mark.parametrize("block_size", [16, 4])
+def test_what_lies_past_a_row_never_reaches_a_result(tiny_dir: Path, block_size: int) -> None:
+    model = load_native(tiny_dir)
+    clean, stale = Bench(model, block_size), Bench(model, block_size)
+    stale.kv.buffer.tensor.fill_(torch.nan)
+    for bench in (clean, stale):
+        bench.step(Feed(0, 0, TOKENS[:19]), Feed(1, 0, TOKENS[:70]))
+        bench.found = bench.step(Feed(0, 19, TOKENS[19:23]), decodes=[1])
+    assert torch.equal(clean.found, stale.found)
+    assert clean.found.isfinite().all()
+
+
+def test_the_best_token_is_chosen_inside(tiny_dir: Path, threads: int) -> None:
+    """With logits the sampler chooses, without them the call itself: both see the same rows afterwards."""
+    prompts = [[(7 * i + j) % VOCAB_SIZE for j in range(i + 1)] for i in range(20)]
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    with LLM(tiny_dir, **CPU, num_threads=threads) as llm:
+        inside = [c.token_ids for c in llm.generate(prompts, params)]
+    mixed = [SamplingParams(max_tokens=12, temperature=float(i == 19), ignore_eos=True) for i in range(20)]
+    with LLM(tiny_dir, **CPU, num_threads=threads) as llm:
+        outside = [c.token_ids for c in llm.generate(prompts, mixed)]
+    assert inside[:19] == outside[:19]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_torch_steps_give_the_same_tokens(tiny_dir: Path, temperature: float) -> None:
+    params = SamplingParams(max_tokens=20, temperature=temperature, seed=5, top_k=20)
+    found = []
+    for is_native in (True, False):
+        with LLM(tiny_dir, **CPU, native=is_native, check=True, interleave=3) as llm:
+            found.append([c.token_ids for c in llm.generate(PROMPTS, params)])
+            assert llm.engine.resolved.native is is_native
+            assert llm.engine.ledger() == {}
+    assert found[0] == found[1]
+
+
+def test_bad_plans_are_refused(tiny_dir: Path) -> None:
+    bench = Bench(load_native(tiny_dir))
+    with pytest.raises(RuntimeError, match="a token id outside the vocabulary"):
+        bench.step(Feed(0, 0, [5, VOCAB_SIZE]))
+    with pytest.raises(RuntimeError, match="a position beyond the rope table"):
+        bench.step(Feed(0, 127, [5, 5]))
+
+
+def test_float16_runs_in_torch_and_says_so(tiny_dir: Path) -> None:
+    with LLM(tiny_dir, device="cpu", dtype="float16") as llm:
+        llm.generate(["abc"], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert llm.engine.ledger() == {"no native call: float16 weights": 3}
+
+
+def test_without_a_compiler_steps_run_in_torch_and_say_so(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gapless.cli import main
+
+    monkeypatch.setattr(native.native, "why_unavailable", lambda: "no C++ compiler")
+    with LLM(tiny_dir, **CPU) as llm:
+        llm.generate(["abc"], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert llm.engine.ledger() == {"no native call: no C++ compiler": 3}
+    assert main(["info", "--model", str(tiny_dir), "--device", "cpu"]) == 0
+    assert "torch, for want of a native one: no C++ compiler" in capsys.readouterr().out
