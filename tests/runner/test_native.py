@@ -17,6 +17,7 @@ from gapless.core.limits import Limits
 from gapless.core.plan import Chunk, Plan, Seat
 from gapless.core.request import int_array
 from gapless.device.cpu import CpuDevice, InlineDriver
+from gapless.errors import ConfigError
 from gapless.models.config import ModelConfig
 from gapless.models.loader import load_config, load_model
 from gapless.models.source import resolve
@@ -246,3 +247,8 @@ def test_without_a_compiler_steps_run_in_torch_and_say_so(
         assert llm.engine.ledger() == {"no native call: no C++ compiler": 3}
     assert main(["info", "--model", str(tiny_dir), "--device", "cpu"]) == 0
     assert "torch, for want of a native one: no C++ compiler" in capsys.readouterr().out
+
+
+def test_batch_invariance_on_a_cpu_is_the_native_steps(dummy_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="native"):
+        LLM(dummy_dir, **CPU, batch_invariant=True, native=False)

@@ -37,22 +37,24 @@ def time_generate_batch(
     """For each job (prompts to warm up with, prompts, new tokens of each), the time, or what went wrong."""
     import torch
 
+    from gapless.device import cuda
+
     began = time.perf_counter()
     transformers: Any = import_module("transformers")
     config = transformers.AutoConfig.from_pretrained(path)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.generation_config = transformers.GenerationConfig()
-    torch.cuda.synchronize()
+    cuda.release_memory()
     start_s = time.perf_counter() - began
     for warm_up, prompts, max_tokens in jobs:
         try:
-            yield Timed(*_time(model, warm_up, prompts, max_tokens), start_s, torch.cuda.max_memory_allocated() / 2**30)
+            yield Timed(*_time(model, warm_up, prompts, max_tokens), start_s, cuda.most_memory() / 2**30)
         except Exception as error:  # whatever a peer raises is its result
             yield error
     del model
     gc.collect()
-    torch.cuda.empty_cache()
+    cuda.release_memory()
 
 
 def _time(model: Any, warm_up: list[list[int]], prompts: list[list[int]], max_tokens: int) -> tuple[float, int]:

@@ -120,7 +120,7 @@ class CudaDevice:
         return float(many.numel() * many.itemsize / min(times))
 
     def memory_held(self) -> int:
-        return int(torch.cuda.max_memory_allocated())
+        return most_memory()
 
     def close(self) -> None:
         torch.cuda.synchronize()
@@ -129,3 +129,15 @@ class CudaDevice:
 def is_available() -> bool:
     """Whether this machine has a GPU that torch can use."""
     return torch.cuda.is_available()
+
+
+def most_memory() -> int:
+    """Bytes in use at most, since the start or the last `release_memory`."""
+    return int(torch.cuda.max_memory_allocated())
+
+
+def release_memory() -> None:
+    """Give back what the allocator keeps, and count the most anew."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()

@@ -97,6 +97,8 @@ def build(options: EngineOptions, source: ModelSource, progress: Progress | None
         resolved = _resolve(options, config, device, dry_run=lambda: None)
         kv = _kv_store(device, config, resolved)
         return Built(resolved, device, NativeRunner(device, resolved.limits, packed, kv))
+    if options.batch_invariant and device.torch_device.type in NATIVE_DEVICES:
+        raise ConfigError("batch_invariant: on a CPU only native steps are (option native, and a C++ compiler)")
     model = load_model(source, config, batch_invariant=options.batch_invariant, **weights)
     num_rows, num_tokens = _sizes(options, device)
     resolved = _resolve(options, config, device, partial(_dry_run, model, config, device, num_rows, num_tokens))
