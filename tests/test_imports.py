@@ -28,6 +28,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "device": ("errors",),
     "kernels": (),
     "native": ("config", "errors"),
+    "trace": ("errors",),
     "attention": ("kernels",),
     "models": ("errors", "kernels"),
     "text": ("errors", "models.source", "models.gguf_file"),
@@ -35,13 +36,23 @@ LAW: dict[str, tuple[str, ...]] = {
         *("core.plan", "core.limits", "core.params", "core.request"),
         *("device", "attention", "models", "kernels", "native", "config", "errors"),
     ),
-    "pipeline": ("core", "device", "runner", "models.source", "config", "errors"),
-    **dict.fromkeys(TOP_LEVEL, ("pipeline.engine", "models.source", "text", *VALUES, *TOP_LEVEL, *LEAVES)),
-    "cli": ("pipeline.engine", "models.source", "text", *VALUES, *TOP_LEVEL, *LEAVES, *BENCH),
+    "pipeline": (
+        "core",
+        "device",
+        "runner",
+        "trace.columns",
+        "trace.recorder",
+        "trace.timeline",
+        "models.source",
+        "config",
+        "errors",
+    ),
+    **dict.fromkeys(TOP_LEVEL, ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES)),
+    "cli": ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES, *BENCH),
     "__init__": ("async_llm", "client", "core.params", "errors", "llm"),
 }
 FREE = BENCH  # takes the engine apart to measure it
-NO_TORCH = ("errors", "config", "progress", "core", "native", "text")
+NO_TORCH = ("errors", "config", "progress", "core", "native", "text", "trace")
 MAY_SAY_CUDA = ("device/cuda.py", "runner/graphs.py", "runner/graph_kernels.py", "attention/triton.py", "kernels.py")
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

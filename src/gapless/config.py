@@ -54,6 +54,7 @@ class EngineOptions:
     num_threads: int | None = _option(None, "CPU threads of the model; default: one a core")
     native: bool = _option(True, "run CPU steps as one native call, where there is a C++ compiler")
     check: bool = _option(False, "check every overlap of streams and every invariant (slow)")
+    trace: str | bool | None = _option(None, "write the timeline here (T.json, and T.html beside it) when closed")
     interleave: int | None = _option(None, "a seed: run the streams in any order that events allow (CPU, slow)")
 
     def __post_init__(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from gapless.device.base import Device
+from gapless.device.base import COMPUTE, D2H, H2D, Device
 from gapless.device.cpu import CpuDevice, InlineDriver
 
 Log = list[str]
@@ -275,17 +276,29 @@ def test_a_seeded_device_runs_work_late_and_early() -> None:
     assert seen == {0, 1}
 
 
-def test_busy_time_counts_work_and_not_waiting(threaded: CpuDevice) -> None:
+def test_a_timer_sees_work_and_not_waiting(threaded: CpuDevice) -> None:
     gate = threading.Event()
-    event = threaded.event("over")
-    threaded.h2d.run(hold(gate), "hold")
+    event, timer = threaded.event("over"), threaded.timer()
+    threaded.h2d.run(timer.around(H2D, hold(gate)), "hold")
     threaded.h2d.record(event)
     threaded.compute.wait(event)
-    threaded.compute.run(lambda: None, "nothing")
+    threaded.compute.run(timer.around(COMPUTE, lambda: None), "nothing")
     threading.Timer(0.2, gate.set).start()
     finish(threaded)
-    assert threaded.h2d.busy_s >= 0.15
-    assert threaded.compute.busy_s < 0.1
+    h2d_begin, h2d_end, begin, end, *d2h = timer.read()
+    assert h2d_end - h2d_begin >= 0.15
+    assert h2d_end <= begin <= end < begin + 0.1
+    assert all(math.isnan(moment) for moment in (*d2h, *timer.read()))
+
+
+def test_a_timer_sees_the_end_of_work_that_raises() -> None:
+    device = CpuDevice(driver=InlineDriver())
+    timer = device.timer()
+    for part in (COMPUTE, D2H):
+        device.compute.run(timer.around(part, lambda: 1 // 0), "boom")  # the second is skipped
+    times = timer.read()
+    assert times[2] <= times[3]
+    assert math.isnan(times[4])
 
 
 def test_the_inline_driver_runs_at_once() -> None:

@@ -40,7 +40,6 @@ class ScriptedStream:
 
     def __init__(self, name: str, script: Script) -> None:
         self.name = name
-        self.busy_s = 0.0
         self._script = script
 
     def run(
@@ -67,7 +66,7 @@ class ScriptedDevice:
         self.torch_device, self.num_cores = inner.torch_device, inner.num_cores
         self.h2d, self.compute, self.d2h = (ScriptedStream(name, self._script) for name in ("h2d", "compute", "d2h"))
         self.event, self.buffer, self.touch, self.close = inner.event, inner.buffer, inner.touch, inner.close
-        self.kv_budget = inner.kv_budget
+        self.kv_budget, self.timer = inner.kv_budget, inner.timer
 
     def play(self, edit: Edit) -> None:
         for line in edit(list(self._script)):

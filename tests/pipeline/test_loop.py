@@ -130,7 +130,7 @@ def test_it_is_idle_only_when_nothing_is_here_and_nothing_in_flight() -> None:
 
 def test_the_depth_may_change_while_it_runs() -> None:
     class Changing:
-        depth, decided = 1, False
+        depth, decided, num_reduced = 1, False, 0
 
         def observe(self, plan: Plan) -> None:
             self.depth = 3 if plan.step < 10 else 1

@@ -46,10 +46,6 @@ class Stream(Protocol):
 
     name: str
 
-    @property
-    def busy_s(self) -> float:
-        """Time spent in `run` so far, completed work only."""
-
     def run(
         self, fn: Callable[[], None], label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> None:
@@ -60,6 +56,23 @@ class Stream(Protocol):
 
     def wait(self, event: Event) -> None:
         """Queue a wait for the latest record of `event`."""
+
+
+H2D, COMPUTE, D2H = range(3)  # the parts of a step, as a timer numbers them
+NEVER = float("nan")
+
+
+class Timer(Protocol):
+    """When the three parts of one step ran, by the host's clock, `time.perf_counter`."""
+
+    def around(self, part: int, fn: Callable[[], None]) -> Callable[[], None]:
+        """`fn`, timed where and when its stream runs it."""
+
+    def read(self) -> tuple[float, ...]:
+        """Begin and end of each part, six numbers, NaN for what did not run; then forget them.
+
+        Waits for nothing: call it once the step's last event has passed.
+        """
 
 
 class Device(Protocol):
@@ -82,6 +95,9 @@ class Device(Protocol):
 
     def event(self, name: str) -> Event:
         """Make an event."""
+
+    def timer(self) -> Timer:
+        """Make a timer, for one step at a time."""
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
         """Make a zeroed buffer in device memory, or in host memory that copies can overlap with."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gapless.device.base import Buffer, Device, Event, Stream
+from gapless.device.base import Buffer, Device, Event, Stream, Timer
 from gapless.errors import RaceError
 
 HOST = "host"
@@ -124,10 +124,6 @@ class CheckedStream:
         self._inner = inner
         self._checker = checker
 
-    @property
-    def busy_s(self) -> float:
-        return self._inner.busy_s
-
     def run(
         self, fn: Callable[[], None], label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> None:
@@ -159,6 +155,9 @@ class CheckedDevice:
 
     def event(self, name: str) -> CheckedEvent:
         return CheckedEvent(self._inner.event(name), self.checker)
+
+    def timer(self) -> Timer:
+        return self._inner.timer()
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
         return self._inner.buffer(name, shape, dtype, host=host)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gapless.device.base import Buffer, Event, Stream
+from gapless.device.base import NEVER, Buffer, Event, Stream
 from gapless.errors import CapacityError
 
 KV_SHARE = 1 / 3  # of the free memory
@@ -83,7 +83,6 @@ class CpuStream:
 
     def __init__(self, name: str, submit: Callable[[CpuStream, Op], None]) -> None:
         self.name = name
-        self.busy_s = 0.0
         self._submit = submit
         self._error: BaseException | None = None
 
@@ -106,12 +105,10 @@ class CpuStream:
     def _guard(self, fn: Callable[[], None]) -> None:
         if self._error is not None:
             return
-        began = time.perf_counter()
         try:
             fn()
         except BaseException as error:
             self._error = error
-        self.busy_s += time.perf_counter() - began
 
     def _pass(self, fence: Fence) -> None:
         error, self._error = self._error, None
@@ -119,6 +116,30 @@ class CpuStream:
 
     def _inherit(self, fence: Fence) -> None:
         self._error = self._error or fence.error
+
+
+class CpuTimer:
+    """Reads the clock on the thread that runs the work."""
+
+    def __init__(self) -> None:
+        self._times = [NEVER] * 6
+
+    def around(self, part: int, fn: Callable[[], None]) -> Callable[[], None]:
+        times = self._times
+
+        def timed() -> None:
+            times[2 * part] = time.perf_counter()
+            try:
+                fn()
+            finally:
+                times[2 * part + 1] = time.perf_counter()
+
+        return timed
+
+    def read(self) -> tuple[float, ...]:
+        times = tuple(self._times)
+        self._times[:] = [NEVER] * 6
+        return times
 
 
 class Driver:
@@ -219,6 +240,9 @@ class CpuDevice:
 
     def event(self, name: str) -> CpuEvent:
         return CpuEvent(name, self._driver.wait)
+
+    def timer(self) -> CpuTimer:
+        return CpuTimer()
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
         size = math.prod(shape) * dtype.itemsize

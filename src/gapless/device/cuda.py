@@ -6,13 +6,14 @@ by sleeping, not spinning. Knows nothing of batches or models.
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-from gapless.device.base import Buffer, Event, Stream
+from gapless.device.base import COMPUTE, D2H, H2D, NEVER, Buffer, Event, Stream
 
+ANCHOR_TRIES = 8
 RESERVE_BYTES = 6 * 2**30  # for captured graphs, the libraries' workspaces, and what the allocator cannot use
 
 
@@ -32,36 +33,17 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream. With `timed`, pairs of timing events around each `run` say how long it was busy."""
+    """A CUDA stream."""
 
-    def __init__(self, name: str, *, timed: bool = False) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
         self.inner = torch.cuda.Stream()
-        self._timed = timed
-        self._busy_s = 0.0
-        self._pairs: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    @property
-    def busy_s(self) -> float:
-        while self._pairs and self._pairs[0][1].query():
-            began, ended = self._pairs.popleft()
-            self._busy_s += began.elapsed_time(ended) / 1e3
-        return self._busy_s
 
     def run(
         self, fn: Callable[[], None], label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> None:
         with torch.cuda.stream(self.inner):
-            if not self._timed:
-                fn()
-                return
-            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            began.record(self.inner)
             fn()
-            ended.record(self.inner)
-            self._pairs.append((began, ended))
-        if len(self._pairs) > 256:
-            _ = self.busy_s
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
@@ -72,19 +54,98 @@ class CudaStream:
         self.inner.wait_event(event.inner)
 
 
+class CudaClock:
+    """Puts points of the device's time on the host's clock.
+
+    The device measures from one event to another, in milliseconds of 32 bits: exact over a step, useless over an hour.
+    So each step is measured from the one before, and the sum is kept in 64 bits. The two clocks drift apart by some
+    microseconds a second; `settle` takes that out, since no work begins before it is queued nor ends after it was seen.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        best = float("inf")
+        for _ in range(ANCHOR_TRIES):  # once, at the start: the only time that it waits
+            event = torch.cuda.Event(enable_timing=True)
+            before = time.perf_counter()
+            event.record(stream)
+            event.synchronize()
+            after = time.perf_counter()
+            if after - before < best:
+                best, self._time, self._event = after - before, (before + after) / 2, event
+
+    def time(self, event: torch.cuda.Event) -> float:
+        """When an event was reached, one that has been."""
+        return float(self._time + self._event.elapsed_time(event) / 1e3)
+
+    def settle(self, queued: float, began: float, ended: float, seen: float) -> float:
+        """Move the clock so that work which was queued and seen to be over then lies between; return by how much."""
+        shift = max(queued - began, 0.0) or min(seen - ended, 0.0)
+        self._time += shift
+        return shift
+
+    def move(self, event: torch.cuda.Event) -> torch.cuda.Event:
+        """Measure from this event from now on; give back the one before, for further use."""
+        self._time = self.time(event)
+        self._event, free = event, self._event
+        return free
+
+
+class CudaTimer:
+    """Timing events around the parts of a step. The copy out begins where the computation ends: one event for both."""
+
+    def __init__(self, clock: CudaClock, streams: Sequence[torch.cuda.Stream]) -> None:
+        self._clock = clock
+        self._streams = streams
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]  # of three parts; the last has no begin
+        self._queued = NEVER
+
+    def around(self, part: int, fn: Callable[[], None]) -> Callable[[], None]:
+        stream, events = self._streams[part], self._events
+
+        def timed() -> None:
+            if part == H2D:
+                self._queued = time.perf_counter()
+            if part != D2H:
+                events[2 * part].record(stream)
+            try:
+                fn()
+            finally:
+                events[min(2 * part + 1, 4)].record(stream)
+
+        return timed
+
+    def read(self) -> tuple[float, ...]:
+        try:
+            h2d_begin, h2d_end, begin, end, d2h_end = (self._clock.time(event) for event in self._events)
+        except RuntimeError:  # a device that failed tells no times
+            return (NEVER,) * 6
+        shift = self._clock.settle(self._queued, h2d_begin, d2h_end, time.perf_counter())
+        self._events[3] = self._clock.move(self._events[3])
+        times = (h2d_begin, h2d_end, begin, end, end, d2h_end)
+        return tuple(moment + shift for moment in times)
+
+
 class CudaDevice:
     """One NVIDIA GPU."""
 
     def __init__(self, index: int = 0) -> None:
         torch.cuda.set_device(index)
         self.torch_device = torch.device("cuda", index)
-        self.h2d: Stream = CudaStream("h2d")
-        self.compute: Stream = CudaStream("compute", timed=True)
-        self.d2h: Stream = CudaStream("d2h")
+        streams = [CudaStream(name) for name in ("h2d", "compute", "d2h")]
+        self.h2d: Stream = streams[H2D]
+        self.compute: Stream = streams[COMPUTE]
+        self.d2h: Stream = streams[D2H]
+        self._streams = [stream.inner for stream in streams]
+        self._clock: CudaClock | None = None
         self.num_cores = torch.cuda.get_device_properties(index).multi_processor_count
 
     def event(self, name: str) -> CudaEvent:
         return CudaEvent(name)
+
+    def timer(self) -> CudaTimer:
+        if self._clock is None:
+            self._clock = CudaClock(self._streams[COMPUTE])
+        return CudaTimer(self._clock, self._streams)
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
         if host:

@@ -23,6 +23,7 @@ class FixedDepth:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.decided = True
+        self.num_reduced = 0
 
     def observe(self, plan: Plan) -> None:
         """A step was launched."""
@@ -34,6 +35,7 @@ class AutoDepth:
     def __init__(self, candidates: tuple[int, ...], clock: Callable[[], float] = time.perf_counter) -> None:
         self.depth = candidates[0]
         self.decided = False
+        self.num_reduced = 0  # times that it went to a smaller depth
         self._candidates = candidates
         self._clock = clock
         self._times: dict[int, list[float]] = {depth: [] for depth in candidates}
@@ -59,7 +61,9 @@ class AutoDepth:
     def _next_turn(self) -> None:
         self._turn += 1
         self._num_steps = 0
+        before = self.depth
         self.depth = self._candidates[self._turn % len(self._candidates)]
         if self._turn == NUM_ROUNDS * len(self._candidates):
             self.depth = min(self._candidates, key=lambda depth: statistics.median(self._times[depth]))
             self.decided = True
+        self.num_reduced += self.depth < before

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 from gapless.config import EngineOptions
 from gapless.core.limits import check_fits
@@ -27,6 +28,8 @@ from gapless.pipeline.depth import AutoDepth, FixedDepth
 from gapless.pipeline.executor import LocalExecutor
 from gapless.pipeline.loop import Depth, run_loop
 from gapless.runner.build import Built, Resolved, build, resolve
+from gapless.trace.recorder import Recorder
+from gapless.trace.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +89,14 @@ class Engine:
         self.resolved = self._built.resolved
         self._scheduler = Scheduler(self.resolved.limits)
         fixed = options.depth != "auto"
+        self._recorder = Recorder(
+            keep_all=bool(options.trace), counts=self._scheduler.counters, missed=self._built.runner.ledger
+        )
         self._depth: Depth = FixedDepth(int(options.depth)) if fixed else AutoDepth(AUTO_DEPTHS)
         num_slots = int(options.depth) if fixed else max(AUTO_DEPTHS)
-        self._executor = LocalExecutor(self._built.device, self._built.runner, self.resolved.limits, num_slots)
+        self._executor = LocalExecutor(
+            self._built.device, self._built.runner, self.resolved.limits, num_slots, self._recorder
+        )
         self._inbox: queue.SimpleQueue[Submit | Abort | Close] = queue.SimpleQueue()
         self._subscribers: dict[str, Deliver] = {}
         self._closing = False
@@ -152,15 +160,54 @@ class Engine:
         """All counters, now."""
         counters: Counters = self._scheduler.counters
         values = (getattr(counters, f.name) for f in fields(counters))
-        return Stats(time.perf_counter(), self._built.device.compute.busy_s, *values)
+        return Stats(time.perf_counter(), self._recorder.busy_s, *values)
 
     def device_memory(self) -> int:
         """Bytes of device memory in use at most so far; 0 on a CPU."""
         return self._built.device.memory_held()
 
     def ledger(self) -> dict[str, int]:
-        """How often a fast path was missed, by reason."""
-        return dict(self._built.runner.ledger)
+        """How often a fast path was missed or overlap reduced, by reason."""
+        found = self._built.runner.ledger + self._recorder.ledger
+        if self._depth.num_reduced:
+            found["depth reduced"] = self._depth.num_reduced
+        return dict(found)
+
+    def waste(self) -> dict[str, int]:
+        """What asynchrony cost: tokens sampled past a stop not yet known, KV blocks held for steps in flight."""
+        return {
+            "wasted_tokens": self._scheduler.counters.num_overrun,
+            "blocks_in_flight": self._recorder.num_blocks_in_flight,
+            "max_blocks_in_flight": self._recorder.max_blocks_in_flight,
+        }
+
+    def idle_by_cause(self) -> dict[str, float]:
+        """Seconds that the compute stream idled so far, for every cause there is. Only grows. Any thread may ask."""
+        return self._recorder.idle_by_cause()
+
+    def timeline_tail(self, seconds: float) -> dict[str, Any]:
+        """The last seconds of the lanes "cpu", "h2d", "gpu" and "d2h": lists of [begin, end, name, step].
+
+        Times are in seconds before now, so below 0. Plain lists and numbers, ready for JSON. Any thread may ask.
+        """
+        return self._recorder.tail(seconds)
+
+    def timeline(self, label: str = "", before: Stats | None = None) -> Timeline:
+        """What was recorded, from an earlier reading on: with `trace` all of it, else the last few thousand steps."""
+        stats = self.stats() if before is None else self.stats() - before
+        facts = {
+            "depth": self.depth,
+            "device": self.resolved.device_name,
+            "model": self.options.model,
+            "num_generated": stats.num_generated,
+            "num_prompt_tokens": stats.num_prompt_tokens,
+            "num_overrun": stats.num_overrun,
+            "num_preemptions": stats.num_preemptions,
+            "max_blocks_in_flight": self._recorder.max_blocks_in_flight,
+            "ledger": self.ledger(),
+        }
+        name = label or f"depth {self.depth}"
+        return self._recorder.timeline(name, None if before is None else before.time_s, **facts)
 
     def close(self) -> None:
         """Abort what runs, deliver that, and stop. Can be called again."""
@@ -174,12 +221,14 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            run_loop(self._scheduler, self._executor, self._depth, self._admit, self._deliver)
+            self._recorder.start()
+            run_loop(self._scheduler, self._executor, self._depth, self._admit, self._deliver, self._recorder)
         except BaseException as error:
             log.exception("the engine died")
             self._die(error)
         finally:
             self._executor.close()
+            self._recorder.close()
 
     def _admit(self, idle: bool) -> bool:
         """Take in what callers sent, waiting for it when idle; False when the engine is to stop."""
@@ -190,6 +239,8 @@ class Engine:
                 message = self._inbox.get(block=idle)
             except queue.Empty:
                 return True
+            if idle:
+                self._recorder.woken()
             idle = False
             match message:
                 case Submit():

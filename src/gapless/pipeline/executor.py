@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,10 +16,12 @@ import torch
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray
-from gapless.device.base import Buffer, Device
+from gapless.device.base import COMPUTE, D2H, H2D, Buffer, Device
 from gapless.errors import GaplessError, StepFailed
 from gapless.pipeline.slot import Slot, make_slot
 from gapless.runner.fill import capacity, result_capacity
+from gapless.trace.columns import COLLECT, FILL, LAUNCH
+from gapless.trace.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,22 @@ class StepRunner(Protocol):
         """Run one step on the compute stream; leave the plan's `num_results` numbers at the head of `out`."""
 
 
+Timed = Callable[[int, Callable[[], None]], Callable[[], None]]
+
+
+def untimed(part: int, fn: Callable[[], None]) -> Callable[[], None]:
+    """What stands for a timer where nobody records."""
+    return fn
+
+
 class LocalExecutor:
     """Runs plans on one device of this process."""
 
-    def __init__(self, device: Device, runner: StepRunner, limits: Limits, num_slots: int) -> None:
+    def __init__(
+        self, device: Device, runner: StepRunner, limits: Limits, num_slots: int, recorder: Recorder | None = None
+    ) -> None:
         self._device = device
+        self._recorder = recorder
         self._runner = runner
         sizes = capacity(limits), result_capacity(limits)
         self._free = deque(make_slot(device, i, *sizes) for i in range(num_slots))
@@ -68,6 +81,9 @@ class LocalExecutor:
     def launch(self, plan: Plan) -> Ticket:
         slot = self._free.popleft()
         device, runner = self._device, self._runner
+        recorder = self._recorder
+        if recorder is not None:
+            recorder.mark(FILL)
         device.touch(f"fill {plan.step}", writes=(slot.host_in,))
         size = runner.fill(plan, slot.host_in.array)
 
@@ -81,14 +97,21 @@ class LocalExecutor:
             count = plan.num_results
             slot.host_out.tensor[:count].copy_(slot.device_out.tensor[:count], non_blocking=True)
 
-        device.h2d.run(copy_in, f"copy in {plan.step}", reads=(slot.host_in,), writes=(slot.device_in,))
+        timed: Timed = untimed
+        if recorder is not None:
+            recorder.mark(LAUNCH)
+            timed = slot.timer.around
+        device.h2d.run(timed(H2D, copy_in), f"copy in {plan.step}", reads=(slot.host_in,), writes=(slot.device_in,))
         device.h2d.record(slot.h2d_over)
 
         device.compute.wait(slot.h2d_over)
         failure = None
         try:
             device.compute.run(
-                compute, f"compute {plan.step}", reads=(slot.device_in,), writes=(slot.device_out, *runner.buffers)
+                timed(COMPUTE, compute),
+                f"compute {plan.step}",
+                reads=(slot.device_in,),
+                writes=(slot.device_out, *runner.buffers),
             )
         except GaplessError:
             raise
@@ -97,13 +120,17 @@ class LocalExecutor:
         device.compute.record(slot.compute_over)
 
         device.d2h.wait(slot.compute_over)
-        device.d2h.run(copy_out, f"copy out {plan.step}", reads=(slot.device_out,), writes=(slot.host_out,))
+        device.d2h.run(timed(D2H, copy_out), f"copy out {plan.step}", reads=(slot.device_out,), writes=(slot.host_out,))
         device.d2h.record(slot.d2h_over)
+        if recorder is not None:
+            recorder.launched(plan.step, plan.num_samples, plan.num_tokens, len(plan.new_blocks))
         return Ticket(plan, slot, failure)
 
     def collect(self, ticket: Ticket) -> IntArray:
         slot = ticket.slot
         assert slot is not None
+        if self._recorder is not None:
+            self._recorder.mark(COLLECT)
         try:
             slot.d2h_over.synchronize()
             if ticket.error is not None:
@@ -115,6 +142,8 @@ class LocalExecutor:
         except Exception as error:
             raise StepFailed(f"step {ticket.plan.step} failed on the device: {error}") from error
         finally:
+            if self._recorder is not None:
+                self._recorder.collected(slot.timer.read())
             self._free.append(slot)
         return results
 

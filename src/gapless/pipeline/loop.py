@@ -17,6 +17,8 @@ from gapless.core.plan import Plan
 from gapless.core.scheduler import Scheduler
 from gapless.errors import StepFailed
 from gapless.pipeline.executor import Executor, Ticket
+from gapless.trace.columns import ADMIT, COMMIT, DELIVER, DRY_DONE, DRY_MEMORY, DRY_ROWS, IDLE, SCHEDULE
+from gapless.trace.recorder import Recorder
 
 
 class Depth(Protocol):
@@ -24,9 +26,14 @@ class Depth(Protocol):
 
     depth: int
     decided: bool
+    num_reduced: int  # times that it became smaller
 
     def observe(self, plan: Plan) -> None:
         """A step was launched."""
+
+
+def unmarked(phase: int) -> None:
+    """What stands for the recorder where there is none."""
 
 
 def run_loop(
@@ -35,29 +42,46 @@ def run_loop(
     depth: Depth,
     admit: Callable[[bool], bool],
     deliver: Callable[[Commit], None],
+    recorder: Recorder | None = None,
 ) -> None:
     """Run until `admit` says there is nothing more to come and everything in flight has come back.
 
     `admit(idle)` brings new requests and aborts to the scheduler, waiting for some when idle, and returns False to
-    stop. `deliver` takes what each step brought.
+    stop. `deliver` takes what each step brought. The recorder is told of each phase as it begins.
     """
+    mark = recorder.mark if recorder is not None else unmarked
     in_flight: deque[Ticket] = deque()
     more = True  # once `admit` says no, it is not asked again: idle, it would wait for ever
     while (more := more and admit(not in_flight and not scheduler.has_requests)) or in_flight:
+        mark(SCHEDULE)
         plan = scheduler.schedule()
         if plan is not None:
             in_flight.append(executor.launch(plan))
             depth.observe(plan)
+        elif in_flight and recorder is not None:
+            recorder.dry(*why_dry(scheduler))
         assert in_flight or not scheduler.has_requests, "requests are here, and nothing can run"
         num_due = 1 if plan is None else len(in_flight) - depth.depth + 1
         for _ in range(min(num_due, len(in_flight))):
-            deliver(settle(scheduler, executor, in_flight.popleft()))
+            commit = settle(scheduler, executor, in_flight.popleft(), mark)
+            mark(DELIVER)
+            deliver(commit)
+        mark(ADMIT if in_flight or scheduler.has_requests else IDLE)
 
 
-def settle(scheduler: Scheduler, executor: Executor, ticket: Ticket) -> Commit:
+def settle(scheduler: Scheduler, executor: Executor, ticket: Ticket, mark: Callable[[int], None] = unmarked) -> Commit:
     """Wait for a step and turn its results into facts; a step that raised fails its own requests only."""
     try:
         results = executor.collect(ticket)
     except StepFailed as error:
+        mark(COMMIT)
         return scheduler.fail(ticket.plan, error)
+    mark(COMMIT)
     return scheduler.commit(ticket.plan, results)
+
+
+def why_dry(scheduler: Scheduler) -> tuple[int, str]:
+    """Why nothing could be planned while a step is in flight: nobody waits, or for memory, or for a row."""
+    if scheduler.num_waiting == 0:
+        return DRY_DONE, "everything is in flight"
+    return (DRY_MEMORY, "no free block") if scheduler.rows.num_free else (DRY_ROWS, "no free row")

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from gapless.device.base import Buffer, Device, Event
+from gapless.device.base import Buffer, Device, Event, Timer
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Host and device buffers, and the three events, of one step."""
+    """Host and device buffers, the three events, and the timer, of one step."""
 
     host_in: Buffer  # [capacity] int32, host: the packed plan
     device_in: Buffer  # [capacity] int32, device
@@ -27,6 +27,7 @@ class Slot:
     h2d_over: Event
     compute_over: Event
     d2h_over: Event
+    timer: Timer
 
 
 def make_slot(device: Device, index: int, capacity: int, result_capacity: int) -> Slot:
@@ -40,4 +41,5 @@ def make_slot(device: Device, index: int, capacity: int, result_capacity: int) -
         h2d_over=device.event(f"{name}.h2d_over"),
         compute_over=device.event(f"{name}.compute_over"),
         d2h_over=device.event(f"{name}.d2h_over"),
+        timer=device.timer(),
     )

@@ -1,0 +1,86 @@
+"""What a recording consists of: columns of steps, of host phases and of garbage collections, all on one clock.
+
+Values only, times in seconds of `time.perf_counter`. Who fills them is `recorder`; what they mean together is `causes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Times = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int32]
+Codes = npt.NDArray[np.uint8]
+
+# What the loop's thread does. It is always in one phase, from one mark to the next.
+PHASES = ("idle", "admit", "schedule", "fill", "launch", "collect", "commit", "deliver")
+IDLE, ADMIT, SCHEDULE, FILL, LAUNCH, COLLECT, COMMIT, DELIVER = range(len(PHASES))
+WAITS = (IDLE, COLLECT)  # phases in which it sleeps on purpose
+
+# Why nothing could be planned while a step was in flight. Added to the phases that follow, until a plan is found.
+NOT_DRY, DRY_DONE, DRY_ROWS, DRY_MEMORY = 0, 16, 32, 48
+DRY_MASK, PHASE_MASK = 48, 15
+
+# What is special about a step.
+EAGER, CAPTURED, PREEMPTED, GRAMMAR = 1, 2, 4, 8
+
+LANES = ("cpu", "h2d", "gpu", "d2h")
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """One entry a step, in the order of launch. Device times are NaN where a step failed before it ran."""
+
+    step: Ints
+    num_rows: Ints  # that sample a token
+    num_tokens: Ints  # fed to the model
+    num_blocks: Ints  # KV blocks added for it
+    in_flight: Ints  # steps, this one included, once it was launched
+    flags: Codes
+    queued: Times  # when `launch` had queued all of it
+    collected: Times  # when its tokens were there
+    h2d_begin: Times
+    h2d_end: Times
+    compute_begin: Times
+    compute_end: Times
+    d2h_begin: Times
+    d2h_end: Times
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def part(self, begin: int, end: int | None = None) -> Steps:
+        return Steps(*(getattr(self, f.name)[begin:end] for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """One entry a host phase: when it began. It ended when the next one began."""
+
+    time: Times
+    code: Codes  # phase, and why the pipeline was dry
+    cpu: Times  # processor time of the loop's thread: read where a wait begins and where it ends, else NaN
+
+    def __len__(self) -> int:
+        return len(self.time)
+
+    def part(self, begin: int, end: int | None = None) -> Marks:
+        return Marks(self.time[begin:end], self.code[begin:end], self.cpu[begin:end])
+
+
+@dataclass(frozen=True, slots=True)
+class Collections:
+    """Garbage collections. They stop every thread of the process."""
+
+    begin: Times
+    end: Times
+    is_own: Codes  # ran on the loop's own thread
+
+
+def join(parts: list[Any]) -> Any:
+    """Columns of several parts, end to end."""
+    kind = type(parts[0])
+    return kind(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(kind)))

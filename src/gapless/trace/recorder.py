@@ -1,0 +1,238 @@
+"""Writes down when each step's parts ran, on the host and on the device, and adds up why the device idled.
+
+The loop and the executor tell it what they do: `mark` opens the next phase, `launched` and `collected` say which step.
+It keeps the last steps, or all of them, and running sums of idle time by cause. One thread writes; any may read.
+Knows no plans, no requests and no tensors: numbers come in, columns come out.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from array import array
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from gapless.trace.causes import CAUSES, NOTHING, attribute
+from gapless.trace.columns import (
+    ADMIT,
+    EAGER,
+    FILL,
+    IDLE,
+    NOT_DRY,
+    PHASE_MASK,
+    PREEMPTED,
+    WAITS,
+    Collections,
+    Marks,
+    Steps,
+    join,
+)
+from gapless.trace.timeline import Timeline, cut
+
+FOLD_STEPS = 256  # steps between two summations
+KEPT_FOLDS = 16  # of those, when not everything is kept
+NEVER = float("nan")
+MARK_WIDTH, LAUNCHED_WIDTH, COLLECTED_WIDTH, COLLECTION_WIDTH = 3, 7, 7, 3  # numbers in a row
+NUM_BLOCKS, FLAGS = 3, 5  # their places in a row of a launch
+
+
+class Counts(Protocol):
+    """What the recorder watches of the scheduler's counters."""
+
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Some steps in a row, summed up."""
+
+    steps: Steps
+    marks: Marks
+    collections: Collections
+
+
+class Recorder:
+    """The memory of one engine's timeline. `keep_all` for a trace; otherwise the last few thousand steps are kept."""
+
+    def __init__(
+        self, *, keep_all: bool = False, counts: Counts | None = None, missed: Counter[str] | None = None
+    ) -> None:
+        self.began = time.perf_counter()
+        self.busy_s = 0.0  # of the compute stream
+        self.num_blocks_in_flight = 0  # KV blocks added for steps not yet collected
+        self.max_blocks_in_flight = 0
+        self.ledger: Counter[str] = Counter()  # when overlap was reduced, by reason
+        self._counts = counts
+        self._missed = missed
+        self._num_preemptions = self._num_missed = 0
+        self._dry = NOT_DRY
+        self._reads_cpu = True
+        self._marks, self._launched, self._collected, self._collections = (array("d") for _ in range(4))  # rows
+        self._num_launched = self._num_collected = 0  # since the last fold; in `_launched` some are not collected yet
+        self._gc_began = 0.0
+        self._thread = 0
+        self._lock = threading.Lock()  # of all below, and of taking entries out of the columns
+        self._folds: deque[Fold] = deque(maxlen=None if keep_all else KEPT_FOLDS)
+        self._idle = np.zeros(len(CAUSES))
+        self._since = self.began  # the compute stream's last end, of folded steps
+        gc.callbacks.append(self._on_gc)
+
+    # -- the loop's side: what it costs is paid by every step ---------------------------------------------------------
+
+    def mark(self, phase: int) -> None:
+        """A host phase begins, and the one before ends."""
+        cpu = NEVER
+        if self._reads_cpu or phase in WAITS:
+            self._reads_cpu = phase in WAITS
+            cpu = time.thread_time()
+        if phase == FILL:
+            self._dry = NOT_DRY
+        self._marks.extend((time.perf_counter(), phase | self._dry, cpu))
+
+    def woken(self) -> None:
+        """A request came in while there was nothing to run."""
+        self._dry = NOT_DRY
+        self.mark(ADMIT)
+
+    def dry(self, reason: int, name: str) -> None:
+        """Nothing could be planned, although a step is in flight: the pipeline runs empty."""
+        if self._dry == NOT_DRY:
+            self.ledger[f"pipeline ran dry: {name}"] += 1
+        self._dry = reason
+
+    def note(self, reason: str) -> None:
+        """Overlap was reduced, or a fast path missed."""
+        self.ledger[reason] += 1
+
+    def launched(self, step: int, num_rows: int, num_tokens: int, num_blocks: int) -> None:
+        """A step was queued."""
+        now = time.perf_counter()
+        self.num_blocks_in_flight += num_blocks
+        self.max_blocks_in_flight = max(self.max_blocks_in_flight, self.num_blocks_in_flight)
+        self._num_launched += 1
+        in_flight = self._num_launched - self._num_collected
+        self._launched.extend((step, num_rows, num_tokens, num_blocks, in_flight, self._flags(), now))
+        if self._num_collected >= FOLD_STEPS:  # now, while the device has something to do
+            self._fold()
+
+    def collected(self, times: tuple[float, ...]) -> None:
+        """The oldest step came back. `times`: begin and end of its copy in, its computation and its copy out."""
+        busy = times[3] - times[2]
+        if busy > 0:  # not NaN
+            self.busy_s += busy
+        self.num_blocks_in_flight -= int(self._launched[self._num_collected * LAUNCHED_WIDTH + NUM_BLOCKS])
+        self._num_collected += 1
+        self._collected.extend((time.perf_counter(), *times))
+
+    def start(self) -> None:
+        """Called by the thread that will mark, before it does."""
+        self._thread = threading.get_ident()
+        self.began = self._since = time.perf_counter()
+        self.mark(IDLE)
+
+    def close(self) -> None:
+        """Nothing more will come. What was recorded can still be read."""
+        if self._on_gc in gc.callbacks:
+            gc.callbacks.remove(self._on_gc)
+
+    def _flags(self) -> int:
+        flags = 0
+        if self._counts is not None and self._counts.num_preemptions != self._num_preemptions:
+            self.ledger["preemption"] += self._counts.num_preemptions - self._num_preemptions
+            self._num_preemptions = self._counts.num_preemptions
+            flags |= PREEMPTED
+        if self._missed is not None and (count := self._missed.total()) != self._num_missed:
+            self._num_missed = count
+            flags |= EAGER
+        return flags
+
+    def _on_gc(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._gc_began = time.perf_counter()
+            return
+        self._collections.extend((self._gc_began, time.perf_counter(), threading.get_ident() == self._thread))
+
+    # -- summing up ---------------------------------------------------------------------------------------------------
+
+    def _open(self) -> Fold:
+        """What is recorded and collected but not folded. Copies: the loop goes on meanwhile."""
+        collected = _columns(self._collected, COLLECTED_WIDTH)
+        launched = [column[: len(collected[0])] for column in _columns(self._launched, LAUNCHED_WIDTH)]
+        counts: list[Any] = [column.astype(np.int32) for column in launched[:FLAGS]]
+        steps = Steps(*counts, launched[FLAGS].astype(np.uint8), launched[FLAGS + 1], *collected)
+        times, codes, cpu = _columns(self._marks, MARK_WIDTH)
+        begin, end, is_own = _columns(self._collections, COLLECTION_WIDTH)
+        return Fold(steps, Marks(times, codes.astype(np.uint8), cpu), Collections(begin, end, is_own.astype(np.uint8)))
+
+    def _fold(self) -> None:
+        """Sum up what was collected, keep it, and take it out of the columns, but for what later gaps begin in."""
+        with self._lock:
+            fold = self._open()
+            self._idle += attribute(fold.steps, fold.marks, fold.collections, self._since).sum(axis=0)
+            self._since = float(np.fmax.reduce(np.append(fold.steps.compute_end, self._since)))
+            num_marks = max(int(np.searchsorted(fold.marks.time, self._since)) - 1, 0)
+            num_marks = _reading_at(fold.marks, num_marks)
+            num_collections = int(np.searchsorted(fold.collections.end, self._since))
+            self._folds.append(Fold(fold.steps, fold.marks.part(0, num_marks), _first(fold, num_collections)))
+            del self._marks[: num_marks * MARK_WIDTH]
+            del self._launched[: len(fold.steps) * LAUNCHED_WIDTH]
+            del self._collected[: len(fold.steps) * COLLECTED_WIDTH]
+            del self._collections[: num_collections * COLLECTION_WIDTH]
+            self._num_launched -= len(fold.steps)
+            self._num_collected -= len(fold.steps)
+
+    # -- any thread's side --------------------------------------------------------------------------------------------
+
+    def idle_by_cause(self) -> dict[str, float]:
+        """Seconds that the compute stream idled so far, by cause. Only grows."""
+        with self._lock:
+            fold = self._open()
+            total = self._idle + attribute(fold.steps, fold.marks, fold.collections, self._since).sum(axis=0)
+            total[NOTHING] += self._waiting(fold)
+        return {name: float(seconds) for name, seconds in zip(CAUSES, total, strict=True)}
+
+    def _waiting(self, fold: Fold) -> float:
+        """How long there has been nothing to run, now: a wait for requests that has not ended yet."""
+        if len(fold.marks) == 0 or int(fold.marks.code[-1]) & PHASE_MASK != IDLE:
+            return 0.0
+        return max(
+            time.perf_counter() - float(np.fmax.reduce(np.append(fold.steps.compute_end, fold.marks.time[-1]))), 0
+        )
+
+    def timeline(self, label: str = "", since: float | None = None, **facts: Any) -> Timeline:
+        """What is kept, as a value; from `since` on, if given."""
+        with self._lock:
+            folds = [fold for fold in self._folds if since is None or fold.steps.collected[-1] >= since]
+            folds.append(self._open())
+        steps, marks = join([fold.steps for fold in folds]), join([fold.marks for fold in folds])
+        kept = Timeline(
+            label, self.began, time.perf_counter(), steps, marks, join([f.collections for f in folds]), facts
+        )
+        return kept if since is None else cut(kept, since)
+
+    def tail(self, seconds: float) -> dict[str, Any]:
+        """The four lanes of the last seconds, as lists of [begin, end, name, step]; times are below 0, from now."""
+        now = time.perf_counter()
+        return {"seconds": seconds, **self.timeline(since=now - seconds).lanes(now)}
+
+
+def _columns(rows: array[float], width: int) -> list[Any]:
+    """Copies of the columns of rows that lie end to end; a row in the making is left out."""
+    table = np.array(rows[: len(rows) // width * width]).reshape(-1, width)
+    return [np.ascontiguousarray(table[:, i]) for i in range(width)]
+
+
+def _reading_at(marks: Marks, index: int) -> int:
+    """The last mark up to this one that has a reading of the processor time: a stretch is not torn."""
+    known = np.flatnonzero(~np.isnan(marks.cpu[: index + 1]))
+    return int(known[-1]) if len(known) else 0
+
+
+def _first(fold: Fold, count: int) -> Collections:
+    found = fold.collections
+    return Collections(found.begin[:count], found.end[:count], found.is_own[:count])
