@@ -53,7 +53,7 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Stop the engine. What still runs is aborted, and its callers are told."""
-        await asyncio.to_thread(self._client.engine.close)
+        await asyncio.to_thread(self._client.close)
 
     async def __aenter__(self) -> AsyncLLM:
         return self

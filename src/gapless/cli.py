@@ -76,8 +76,24 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_options(generate)
     add_sampling_options(generate)
 
+    trace = _command(
+        commands, "trace", "run prompts and write their timeline, with the cause of every idle gap", _trace
+    )
+    trace.add_argument("-o", "--output", metavar="T.json", default="trace.json", help="default: trace.json, trace.html")
+    compare = _command(
+        commands, "compare", "run prompts at two depths and draw both timelines in the terminal", _compare
+    )
+    compare.add_argument("--width", type=int, metavar="N", help="characters in a line (default: the terminal's)")
+    for command, depths in ((trace, ["auto"]), (compare, [1, 2])):
+        command.add_argument("prompts", help="file of prompts, as for run; - is standard input")
+        command.add_argument(
+            "--depth", type=_number_or_text, nargs="+", default=depths, metavar="D", help="depths to run"
+        )
+        add_engine_options(command, without=("depth", "trace"))
+        add_sampling_options(command)
+
     info = _command(commands, "info", "show device, data types, KV cache and limits", _info)
-    add_engine_options(info)
+    add_engine_options(info, without=("trace",))
 
     bench = commands.add_parser("bench", help="measure", description="Measure.")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
@@ -99,10 +115,12 @@ def _command(group: Any, name: str, text: str, handler: Callable[[Any], int]) ->
     return parser
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """A flag for each field of EngineOptions."""
+def add_engine_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+    """A flag for each field of EngineOptions but those without meaning for the command."""
     group = parser.add_argument_group("engine")
     for field in dataclasses.fields(EngineOptions):
+        if field.name in without:
+            continue
         text = field.metadata["help"] + ("" if field.default is None else f" (default: {field.default})")
         _add_flag(group, field.name, field.default, text, EngineOptions)
 
@@ -138,9 +156,9 @@ def _number_or_text(text: str) -> int | float | str:
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """Options from flags. Raises ConfigError."""
-    names = [field.name for field in dataclasses.fields(EngineOptions)]
-    return EngineOptions.from_dict({name: value for name in names if (value := getattr(args, name)) is not None})
+    """Options from flags; several depths are the command's own affair. Raises ConfigError."""
+    values = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(EngineOptions)}
+    return EngineOptions.from_dict({k: v for k, v in values.items() if v is not None and not isinstance(v, list)})
 
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
@@ -162,6 +180,18 @@ def _generate(args: argparse.Namespace) -> int:
     from gapless.commands.generate import generate
 
     return generate(args, engine_options(args), SamplingParams.from_dict(sampling_values(args)))
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from gapless.commands.trace import trace
+
+    return trace(args, engine_options(args), sampling_values(args))
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from gapless.commands.compare import compare
+
+    return compare(args, engine_options(args), sampling_values(args))
 
 
 def _info(args: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from gapless.text import load_tokenizer
 from gapless.text.assembler import Assembler
 from gapless.text.chat import ChatTemplate
 from gapless.text.tokenizer import Tokenizer
+from gapless.trace.files import TraceFiles
 
 log = logging.getLogger(__name__)
 
@@ -96,11 +97,19 @@ class Client:
     """An engine with a tokenizer."""
 
     def __init__(self, options: EngineOptions, progress: Callable[[int, int], None] | None = None) -> None:
+        self._trace = TraceFiles.at(options.trace) if isinstance(options.trace, str) else None
         source = resolve(options.model)
         self.tokenizer = _tokenizer(source)
         self._no_tokenizer = f"{source.name} has no tokenizer; give the prompt as token ids"
         self._template: ChatTemplate | None = None
         self.engine = Engine(options, source, progress)
+
+    def close(self) -> None:
+        """Stop the engine, and write its timeline if that was asked for. Can be called again."""
+        self.engine.close()
+        files, self._trace = self._trace, None
+        if files is not None:
+            files.write([self.engine.timeline().trimmed()], f"Gapless timeline: {self.engine.options.model}")
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
         """Token ids of a prompt. Raises InvalidRequest."""

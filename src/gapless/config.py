@@ -73,6 +73,8 @@ class EngineOptions:
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.interleave is not None:
             _integer("interleave", self.interleave, 0, 2**63 - 1)
+        if self.trace is not None and (not isinstance(self.trace, (str, bool)) or self.trace == ""):
+            raise ConfigError(f"trace must be the name of a file, or true to record only, got {self.trace!r}")
         if self.kv_memory is not None:
             parse_bytes("kv_memory", self.kv_memory)
 

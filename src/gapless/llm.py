@@ -27,7 +27,8 @@ class LLM:
     """A model, loaded and ready. Close it, or use it in a `with` block.
 
     Options are those of `gapless.config.EngineOptions`: device, dtype, depth, block_size, num_blocks, kv_memory,
-    max_batch_tokens, max_num_rows, max_model_len, seed, load_format, prefix_cache, num_threads, check, interleave.
+    max_batch_tokens, max_num_rows, max_model_len, seed, load_format, prefix_cache, num_threads, check, interleave,
+    trace.
     """
 
     def __init__(self, model: str | os.PathLike[str] = "smollm2", **options: Any) -> None:
@@ -116,8 +117,8 @@ class LLM:
         return self._client.prepare(self._client.encode_chat(messages), check_params(params), streams=False)
 
     def close(self) -> None:
-        """Stop the engine. What still runs is aborted."""
-        self.engine.close()
+        """Stop the engine, and write the trace if there is one. What still runs is aborted."""
+        self._client.close()
 
     def __enter__(self) -> LLM:
         return self

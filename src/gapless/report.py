@@ -4,8 +4,27 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Mapping
 
 from gapless.pipeline.engine import Engine, Stats
+from gapless.trace.text import readable_s
+
+TOP_CAUSES = 3
+
+
+class OverlapMeter:
+    """Reads an engine's counters when made, and says at the end what came between."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.before = engine.stats()
+        self._idle = engine.idle_by_cause()
+
+    def summary(self) -> str:
+        """How well host and device overlapped: steps, speed, busy share, waste, and why the device idled."""
+        stats, idle = self._engine.stats() - self.before, self._engine.idle_by_cause()
+        spent = {cause: seconds - self._idle[cause] for cause, seconds in idle.items()}
+        return f"{overlap_line(stats, self._engine)}\n{idle_line(spent, stats.time_s)}"
 
 
 def overlap_line(stats: Stats, engine: Engine) -> str:
@@ -20,11 +39,21 @@ def overlap_line(stats: Stats, engine: Engine) -> str:
     ]
     if stats.num_cached_tokens:
         parts.append(f"{stats.num_cached_tokens / max(stats.num_prompt_tokens, 1):.0%} of prompt tokens cached")
-    if stats.num_preemptions:
-        parts.append(f"{stats.num_preemptions} preemptions")
-    parts += [f"{count} steps with {reason}" for reason, count in engine.ledger().items()]
+    parts += [f"{reason} ({count})" for reason, count in engine.ledger().items()]
     parts.append(f"peak memory {readable_bytes(peak_memory())}")
     return "overlap: " + ", ".join(parts)
+
+
+def idle_line(idle: Mapping[str, float], seconds: float, top: int = TOP_CAUSES) -> str:
+    """Why the device idled, the largest causes first, in one line."""
+    causes = sorted((item for item in idle.items() if item[1] > 0), key=lambda item: -item[1])
+    total = sum(spent for _, spent in causes)
+    if total <= 0:
+        return "idle: none"
+    parts = [f"{cause} {readable_s(spent)}" for cause, spent in causes[:top]]
+    if rest := sum(spent for _, spent in causes[top:]):
+        parts.append(f"other {readable_s(rest)}")
+    return f"idle: {readable_s(total)} ({total / max(seconds, 1e-9):.1%}): " + ", ".join(parts)
 
 
 def peak_memory() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from gapless.pipeline.executor import LocalExecutor
 from gapless.pipeline.loop import run_loop
 from gapless.progress import progress_bar
 from gapless.runner.fill import fill
+from gapless.trace.recorder import Recorder
 
 PROMPT_TOKENS = 16
 WARMUP_STEPS = 20
@@ -59,21 +61,23 @@ class Row:
     host_ms_min: float
     host_ms_max: float
     host_us_per_row: float
+    recorder_us: float  # what the recorder adds to a step, included above
     num_steps: int
 
 
 def measure(batch: int, num_steps: int, depth: int) -> Row:
     """Time decode steps of `batch` rows that neither come nor go."""
-    times = []
+    times: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(NUM_ROUNDS):
-        stamps = _run(batch, WARMUP_STEPS + num_steps, depth)[-num_steps - 1 : -1]
-        times.append((stamps[-1] - stamps[0]) / (len(stamps) - 1) * 1e3)
-    times.sort()
-    middle = times[len(times) // 2]
-    return Row(batch, middle, times[0], times[-1], middle * 1e3 / batch, num_steps)
+        for recorded, found in times.items():  # in turn, so that drift hits both alike
+            stamps = _run(batch, WARMUP_STEPS + num_steps, depth, recorded)[-num_steps - 1 : -1]
+            found.append((stamps[-1] - stamps[0]) / (len(stamps) - 1) * 1e3)
+    middle, without = (statistics.median(times[recorded]) for recorded in (True, False))
+    low, high = min(times[True]), max(times[True])
+    return Row(batch, middle, low, high, middle * 1e3 / batch, (middle - without) * 1e3, num_steps)
 
 
-def _run(batch: int, num_steps: int, depth: int) -> list[float]:
+def _run(batch: int, num_steps: int, depth: int, recorded: bool) -> list[float]:
     """The times at which steps were settled."""
     length = PROMPT_TOKENS + num_steps
     limits = Limits(
@@ -88,15 +92,18 @@ def _run(batch: int, num_steps: int, depth: int) -> list[float]:
     for number in range(batch):
         prompt = int_array([number % 1000] * PROMPT_TOKENS)
         scheduler.add(Request(str(number), prompt, params, seed=number, stop_ids=(2,), limit=length))
-    executor = LocalExecutor(CpuDevice(driver=InlineDriver()), StubRunner(limits), limits, depth)
+    recorder = Recorder() if recorded else None
+    executor = LocalExecutor(CpuDevice(driver=InlineDriver()), StubRunner(limits), limits, depth, recorder)
     stamps: list[float] = []
 
     def deliver(commit: Commit) -> None:
         stamps.append(time.perf_counter())
 
     gc.collect()
-    run_loop(scheduler, executor, FixedDepth(depth), lambda idle: not idle, deliver)
+    run_loop(scheduler, executor, FixedDepth(depth), lambda idle: not idle, deliver, recorder)
     executor.close()
+    if recorder is not None:
+        recorder.close()
     return stamps
 
 
@@ -113,11 +120,11 @@ def main(batches: Sequence[int], num_steps: int, depth: int, json_path: str | No
     print(
         f"host cost of a decode step, model stubbed, depth {depth}, median of {NUM_ROUNDS} rounds of {num_steps} steps"
     )
-    print(f"{'batch':>6} {'ms/step':>9} {'min':>8} {'max':>8} {'µs/row':>8}")
+    print(f"{'batch':>6} {'ms/step':>9} {'min':>8} {'max':>8} {'µs/row':>8} {'recorder µs':>12}")
     for row in rows:
         print(
             f"{row.batch:>6} {row.host_ms_per_step:>9.4f} {row.host_ms_min:>8.4f} {row.host_ms_max:>8.4f} "
-            f"{row.host_us_per_row:>8.3f}"
+            f"{row.host_us_per_row:>8.3f} {row.recorder_us:>12.1f}"
         )
     if json_path is not None:
         _write(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal, Protocol
 
 FIRST_TOKEN, END_TOKEN = 1000, 30000  # the range that prompts are drawn from, as in the anchors
@@ -64,6 +64,7 @@ class Task:
     path: str  # the model, in the form that this engine reads
     weights: str  # data type or GGUF type
     batch: int  # parallel requests at most
+    trace: str = ""  # where Gapless leaves the timeline of its last round
 
     def waves(self) -> list[list[list[int]]]:
         """The prompts in groups of at most `batch`, for engines that cannot queue."""
@@ -79,6 +80,7 @@ class Overlap:
     num_wasted: int  # tokens computed for requests that had already ended
     device_share: float  # of the time, the compute stream was busy
     host_share: float | None  # of the time, the loop's thread had the processor; None where it cannot be told
+    idle_s: dict[str, float] = field(default_factory=dict)  # of the compute stream, by cause
 
 
 @dataclass(frozen=True, slots=True)

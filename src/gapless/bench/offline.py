@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gapless.bench.job import Contender, Job
     from gapless.bench.machine import Machine
     from gapless.bench.table import Row
+    from gapless.trace.files import TraceFiles
 
 AT_LEAST = {"num_prompts": 1, "prompt_tokens": 1, "max_tokens": 1, "rounds": 1, "warmup": 0, "threads": 1, "batch": 1}
 
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="interpreter that has this peer, where it needs an environment of its own; may be repeated",
     )
     add("--workload", nargs="+", metavar="A..F", help="GPU workloads with random weights instead of this job")
+    add("--trace", metavar="T.json", help="write Gapless's timelines here, and T.html beside it")
     add("--json", metavar="FILE", help="write all numbers here")
     add("--plot", metavar="FILE.svg", help="draw a bar chart here")
     add("--logs", metavar="FOLDER", help="keep here what the engines print (default: thrown away)")
@@ -71,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
         from gapless.bench import workloads
 
         depths = [int(depth) for depth in args.depth if depth.isdigit()]
-        return workloads.main(args.workload, depths, args.json)
+        return workloads.main(args.workload, depths, args.json, args.trace)
     from gapless.bench.machine import this_machine
     from gapless.bench.table import make_rows
 
@@ -99,6 +101,8 @@ def _check(args: argparse.Namespace) -> None:
     for path in (args.json, args.plot):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"{path}: cannot be written: no such folder")
+    if args.trace is not None:
+        _trace_files(args)
     if args.logs is not None:
         try:
             Path(args.logs).mkdir(parents=True, exist_ok=True)
@@ -157,22 +161,39 @@ def _measure(args: argparse.Namespace, field: Field, job: Job) -> list[Result]:
         logs = Path(args.logs or name)
         with progress_bar("measuring", turns * len(batches) * len(field.contenders), "turn") as bar:
             for batch in batches:
-                starts, failed = _starts(field, job, batch, forms)
+                starts, failed = _starts(field, job, batch, forms, Path(name) if args.trace else None)
                 bar.advance(turns * len(failed))
                 results += run_contest(starts, args.rounds, args.warmup, logs, bar.advance) + failed
+        if args.trace:
+            _write_trace(args, sorted(Path(name).glob("*.npz")))
     return results
 
 
-def _starts(field: Field, job: Job, batch: int, forms: Forms) -> tuple[list[Start], list[Result]]:
+def _trace_files(args: argparse.Namespace) -> TraceFiles:
+    from gapless.trace.files import TraceFiles
+
+    return TraceFiles.at(args.trace)
+
+
+def _write_trace(args: argparse.Namespace, paths: Sequence[Path]) -> None:
+    """Bring the timelines of all depths together in one file."""
+    from gapless.trace.timeline import load
+
+    _trace_files(args).write([load(path) for path in paths], f"Gapless timeline: {args.model}")
+
+
+def _starts(field: Field, job: Job, batch: int, forms: Forms, traces: Path | None) -> tuple[list[Start], list[Result]]:
     """What can start, and what cannot for want of its form of the model."""
     from gapless.bench.contest import Result, Start
     from gapless.bench.job import Task
 
     starts, failed = [], []
-    for contender in field.contenders:
+    for number, contender in enumerate(field.contenders):
+        ours = traces is not None and contender.name == "gapless"
+        trace = f"{traces}/{batch:06}-{number:03}.npz" if ours else ""
         weights = forms.weights(contender.weights)
         try:
-            task = Task(job, contender, str(forms.path(contender.form)), weights, batch)
+            task = Task(job, contender, str(forms.path(contender.form)), weights, batch, trace)
         except ModelError as error:
             failed.append(Result(contender, batch, weights, error=str(error)))
         else:
@@ -188,6 +209,8 @@ def _show(args: argparse.Namespace, job: Job, machine: Machine, field: Field, ro
     where = f"{machine.cpu}, {job.threads} of {machine.num_cpus} threads, Gapless {machine.gapless} {machine.commit}"
     print(f"{title}, greedy; median of {args.rounds} rounds\n{where}\n")
     print(format_rows(rows), "", format_overlap(rows), "", *_notes(machine, field, rows), sep="\n")
+    if args.trace is not None:
+        print(f"timeline of each depth's last round: {_trace_files(args)}")
     if args.json is not None:
         _write(Path(args.json), json.dumps(_values(args, job, machine, field, rows), indent=2) + "\n")
     if args.plot is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from gapless.bench.contest import Result
 from gapless.bench.job import Overlap, Round
+from gapless.report import idle_line
 
 Tokens = list[list[int]] | None
 
@@ -106,7 +107,13 @@ def format_overlap(rows: Sequence[Row]) -> str:
         for row in rows
         if row.overlap is not None
     ]
-    return _format(head, lines) if lines else ""
+    idle = [f"{row.engine}, {row.weights}, batch {row.batch}: {_why(row)}" for row in rows if row.overlap is not None]
+    return "\n".join([_format(head, lines), "", *idle]) if lines else ""
+
+
+def _why(row: Row) -> str:
+    assert row.overlap is not None
+    return idle_line(row.overlap.idle_s, row.seconds)
 
 
 def _cells(row: Row) -> list[str]:

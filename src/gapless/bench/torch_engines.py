@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from gapless.bench.job import LONG_DTYPES, SHORT_DTYPES, Engine, Output, Overlap, Simple, Task
@@ -30,7 +31,9 @@ class Gapless:
             max_num_rows=task.batch,
             max_model_len=task.job.length,
             prefix_cache=False,
+            trace=bool(task.trace),
         )
+        self._task = task
         self._params = SamplingParams(max_tokens=task.job.max_tokens, temperature=0, ignore_eos=True)
 
     @property
@@ -38,15 +41,20 @@ class Gapless:
         return SHORT_DTYPES[str(self._llm.engine.resolved.dtype).removeprefix("torch.")]
 
     def run(self) -> Output:
-        before, host_s = self._llm.stats(), loop_cpu_s()
+        engine = self._llm.engine
+        before, host_s, idle = engine.stats(), loop_cpu_s(), engine.idle_by_cause()
         done = self._llm.generate(list(self._prompts), self._params)
-        spent, host_s = self._llm.stats() - before, loop_cpu_s() - host_s
+        spent, host_s = engine.stats() - before, loop_cpu_s() - host_s
+        if self._task.trace:
+            label = f"{self._task.contender.label}, batch {self._task.batch}"
+            engine.timeline(label, before).trimmed().save(Path(self._task.trace))
         overlap = Overlap(
-            depth=self._llm.engine.depth,
+            depth=engine.depth,
             num_steps=spent.num_steps,
             num_wasted=spent.num_overrun,
             device_share=spent.busy_s / spent.time_s,
             host_share=host_s / spent.time_s if not math.isnan(host_s) else None,
+            idle_s={cause: s - idle[cause] for cause, s in engine.idle_by_cause().items() if s > idle[cause]},
         )
         return Output.of([list(item.token_ids) for item in done], overlap)
 

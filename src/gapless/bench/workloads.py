@@ -15,10 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gapless.errors import ConfigError
 from gapless.progress import progress_bar
+
+if TYPE_CHECKING:
+    from gapless.trace.timeline import Timeline
 
 FIRST_TOKEN, END_TOKEN = 1000, 30000
 BYTES_A_NUMBER = 2  # bfloat16
@@ -99,6 +102,7 @@ class Row:
     host_ms_per_step: float  # processor time of the loop
     start_s: float
     peak_gib: float
+    idle_by_cause: dict[str, float]  # seconds of the compute stream
 
 
 def weight_bytes(shape: str) -> int:
@@ -121,8 +125,10 @@ def mean_step_bytes(work: Workload) -> float:
     return float(weight_bytes(work.shape) + work.num_requests * mean_length * token_bytes)
 
 
-def measure(names: Sequence[str], depths: Sequence[int], folder: Path) -> Iterator[Row]:
-    """Run the workloads at each depth, one engine for all that share a shape."""
+def measure(
+    names: Sequence[str], depths: Sequence[int], folder: Path, timelines: list[Timeline] | None = None
+) -> Iterator[Row]:
+    """Run the workloads at each depth, one engine for all that share a shape; add each run's timeline to a list."""
     from gapless.device.cuda import CudaDevice
 
     rate = CudaDevice().read_rate()
@@ -132,10 +138,12 @@ def measure(names: Sequence[str], depths: Sequence[int], folder: Path) -> Iterat
         (path / "config.json").write_text(json.dumps(SHAPES[shape]))
         chosen = [name for name in names if WORKLOADS[name].shape == shape]
         for depth in depths:
-            yield from _measure_shape(path, chosen, depth, rate)
+            yield from _measure_shape(path, chosen, depth, rate, timelines)
 
 
-def _measure_shape(path: Path, names: Sequence[str], depth: int, rate: float) -> Iterator[Row]:
+def _measure_shape(
+    path: Path, names: Sequence[str], depth: int, rate: float, timelines: list[Timeline] | None
+) -> Iterator[Row]:
     from gapless import LLM
 
     works = [WORKLOADS[name] for name in names]
@@ -149,22 +157,25 @@ def _measure_shape(path: Path, names: Sequence[str], depth: int, rate: float) ->
         max_num_rows=max(work.num_requests for work in works),
         max_model_len=max(work.length for work in works),
         prefix_cache=False,
+        trace=timelines is not None,
     )
     start_s = time.perf_counter() - began
     with llm:
         for name in names:
-            yield _time(llm, name, depth, rate, start_s)
+            yield _time(llm, name, depth, rate, start_s, timelines)
 
 
-def _time(llm: Any, name: str, depth: int, rate: float, start_s: float) -> Row:
+def _time(llm: Any, name: str, depth: int, rate: float, start_s: float, timelines: list[Timeline] | None) -> Row:
     from gapless import SamplingParams
     from gapless.bench.torch_engines import loop_cpu_s
 
     work = WORKLOADS[name]
     llm.generate(work.prompts(seed=1), SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))  # warm up
-    before, host_s = llm.stats(), loop_cpu_s()
+    before, host_s, idle = llm.stats(), loop_cpu_s(), llm.engine.idle_by_cause()
     found = llm.generate(work.prompts(), SamplingParams(max_tokens=work.max_tokens, temperature=0, ignore_eos=True))
     spent, host_s = llm.stats() - before, loop_cpu_s() - host_s
+    if timelines is not None:
+        timelines.append(llm.engine.timeline(f"{name}, depth {depth}", before).trimmed())
     wrong = [item for item in found if len(item.token_ids) != work.max_tokens]
     if wrong:
         raise RuntimeError(f"workload {name}: {len(wrong)} requests did not finish: {wrong[0].error}")
@@ -182,24 +193,31 @@ def _time(llm: Any, name: str, depth: int, rate: float, start_s: float) -> Row:
         host_ms_per_step=host_s / spent.num_steps * 1e3,
         start_s=start_s,
         peak_gib=llm.engine.device_memory() / 2**30,
+        idle_by_cause={cause: s - idle[cause] for cause, s in llm.engine.idle_by_cause().items() if s > idle[cause]},
     )
 
 
-def main(names: Sequence[str], depths: Sequence[int], json_path: str | None) -> int:
-    """Measure, print a table, and write it as JSON if asked."""
+def main(names: Sequence[str], depths: Sequence[int], json_path: str | None, trace: str | None = None) -> int:
+    """Measure, print a table, and write it as JSON, and the timelines, if asked."""
     from gapless.device import pick_device
+    from gapless.trace.files import TraceFiles
 
     pick_device("cuda")
     for name in names:
         if name not in WORKLOADS:
             raise ConfigError(f"--workload: unknown {name!r}; known: {', '.join(WORKLOADS)}")
+    files = TraceFiles.at(trace) if trace is not None else None
+    timelines: list[Timeline] | None = [] if files is not None else None
     rows = []
     print(HEADER)
     with tempfile.TemporaryDirectory() as folder, progress_bar("measuring", len(names) * len(depths), "run") as bar:
-        for row in measure(names, depths, Path(folder)):
+        for row in measure(names, depths, Path(folder), timelines):
             rows.append(row)
             bar.write(_line(row), sys.stdout)
             bar.advance(1)
+    if files is not None and timelines:
+        files.write(timelines, f"Gapless timeline: workloads {', '.join(names)}")
+        print(f"timeline: {files}")
     if json_path is not None:
         Path(json_path).write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
     return 0
@@ -209,8 +227,10 @@ HEADER = "workload depth        s  ms/step    tok/s   limit of limit   idle  hos
 
 
 def _line(row: Row) -> str:
+    from gapless.report import idle_line
+
     return (
         f"{row.workload:>8} {row.depth:>5} {row.seconds:>8.2f} {row.ms_per_step:>8.3f} {row.tokens_per_s:>8.0f} "
         f"{row.limit_ms:>7.3f} {row.limit_share:>8.1%} {row.idle_share:>6.1%} {row.host_ms_per_step:>8.3f} "
-        f"{row.start_s:>7.1f} {row.peak_gib:>6.1f}"
+        f"{row.start_s:>7.1f} {row.peak_gib:>6.1f}\n{'':>15}{idle_line(row.idle_by_cause, row.seconds)}"
     )

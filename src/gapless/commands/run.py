@@ -20,7 +20,8 @@ from gapless.errors import InvalidRequest
 from gapless.llm import LLM
 from gapless.pipeline.engine import derive_seed
 from gapless.progress import Bar, progress_bar
-from gapless.report import overlap_line
+from gapless.report import OverlapMeter
+from gapless.trace.files import TraceFiles
 
 
 class Results:
@@ -51,15 +52,17 @@ def run(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str,
     try:
         with LLM(**dataclasses.asdict(options)) as llm, progress_bar("generating", len(lines), "prompt") as bar:
             bar.advance(len(lines) - len(todo))
-            before = llm.stats()
+            meter = OverlapMeter(llm.engine)
             _complete(llm, todo, sampling, results, bar, token_ids=args.token_ids)
-            closing = overlap_line(llm.stats() - before, llm.engine)
+            closing = meter.summary()
     except KeyboardInterrupt:
         return _interrupted(results, lines)
     if results.file is not None:
         results.file.finish()
     else:
         _print_completions(lines, results)
+    if options.trace:
+        closing += f"\ntimeline: {TraceFiles.at(str(options.trace))}"
     return _close(results, closing, len(lines))
 
 
@@ -89,13 +92,14 @@ def _jobs(
         try:
             if isinstance(line, BadLine):
                 raise InvalidRequest(line.error)
-            yield line.index, _prepare(llm, line, sampling)
+            yield line.index, prepare(llm, line, sampling)
         except InvalidRequest as error:
             results.add(batch_file.error_record(line.index, line.id, str(error)))
             bar.advance(1)
 
 
-def _prepare(llm: LLM, line: Line, sampling: Mapping[str, Any]) -> Job:
+def prepare(llm: LLM, line: Line, sampling: Mapping[str, Any]) -> Job:
+    """A job for a line of a prompt file. Raises InvalidRequest."""
     params = SamplingParams.from_dict({**sampling, **line.params})
     if params.seed is None:  # from the line, not from when it runs: an interrupted run goes on with the same draws
         params = dataclasses.replace(params, seed=derive_seed(llm.engine.options.seed, line.index))

@@ -163,11 +163,13 @@ class Recorder:
         """What is recorded and collected but not folded. Copies: the loop goes on meanwhile."""
         collected = _columns(self._collected, COLLECTED_WIDTH)
         launched = [column[: len(collected[0])] for column in _columns(self._launched, LAUNCHED_WIDTH)]
-        counts: list[Any] = [column.astype(np.int32) for column in launched[:FLAGS]]
-        steps = Steps(*counts, launched[FLAGS].astype(np.uint8), launched[FLAGS + 1], *collected)
+        counts = [column.astype(np.int32) for column in launched[:FLAGS]]
+        columns = [*counts, launched[FLAGS].astype(np.uint8), launched[FLAGS + 1], *collected]
         times, codes, cpu = _columns(self._marks, MARK_WIDTH)
         begin, end, is_own = _columns(self._collections, COLLECTION_WIDTH)
-        return Fold(steps, Marks(times, codes.astype(np.uint8), cpu), Collections(begin, end, is_own.astype(np.uint8)))
+        return Fold(
+            Steps(*columns), Marks(times, codes.astype(np.uint8), cpu), Collections(begin, end, is_own.astype(np.uint8))
+        )
 
     def _fold(self) -> None:
         """Sum up what was collected, keep it, and take it out of the columns, but for what later gaps begin in."""

@@ -1,0 +1,85 @@
+"""`gapless trace`: runs the prompts of a file at one depth or several, and writes their timeline."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gapless import batch_file
+from gapless.batch_file import Line
+from gapless.commands import EXIT_FAILED
+from gapless.commands.run import prepare
+from gapless.config import EngineOptions
+from gapless.core.params import SamplingParams
+from gapless.errors import InvalidRequest
+from gapless.llm import LLM
+from gapless.progress import progress_bar
+from gapless.report import OverlapMeter
+from gapless.trace.files import TraceFiles
+from gapless.trace.timeline import Timeline
+
+WARM_UP = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recorded:
+    """A run of all prompts at one depth."""
+
+    timeline: Timeline
+    tokens: dict[int, tuple[int, ...]]  # by line
+    errors: dict[int, str]
+    summary: str
+
+
+def trace(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str, Any]) -> int:
+    """Record, write both files, and print what they say in short."""
+    files = TraceFiles.at(args.output)
+    runs = record_all(args.prompts, options, sampling, args.depth)
+    files.write([run.timeline for run in runs], f"Gapless timeline: {options.model}")
+    for run in runs:
+        print(run.summary)
+    print(f"timeline: {files}")
+    return tell_errors(runs)
+
+
+def record_all(
+    path: str, options: EngineOptions, sampling: Mapping[str, Any], depths: Sequence[int | str]
+) -> list[Recorded]:
+    """Run the prompts of a file at each depth. Raises InvalidRequest if any line cannot run."""
+    found = list(batch_file.read_lines(batch_file.read_prompts(path, sys.stdin)))
+    for line in found:
+        if not isinstance(line, Line):
+            raise InvalidRequest(line.error)
+    lines = [line for line in found if isinstance(line, Line)]
+    wanted = [
+        EngineOptions(**{**dataclasses.asdict(options), "depth": depth, "trace": True})
+        for depth in dict.fromkeys(depths)
+    ]
+    return [_record(each, lines, sampling) for each in wanted]
+
+
+def _record(options: EngineOptions, lines: Sequence[Line], sampling: Mapping[str, Any]) -> Recorded:
+    with LLM(**dataclasses.asdict(options)) as llm, progress_bar("generating", len(lines), "prompt") as bar:
+        jobs = [(line.index, prepare(llm, line, sampling)) for line in lines]
+        llm.generate([0], WARM_UP)  # what only a first step pays is not traced
+        meter = OverlapMeter(llm.engine)
+        tokens, errors = {}, {}
+        for index, completion in llm.run(jobs):
+            tokens[index] = completion.token_ids
+            if completion.error is not None:
+                errors[index] = completion.error
+            bar.advance(1, len(completion.token_ids))
+        label = f"depth {options.depth}" + (f" ({llm.engine.depth})" if options.depth == "auto" else "")
+        timeline = llm.engine.timeline(label, meter.before).trimmed()
+        return Recorded(timeline, tokens, errors, meter.summary())
+
+
+def tell_errors(runs: Sequence[Recorded]) -> int:
+    """Print the prompts that failed; the exit code that this means."""
+    for run in runs:
+        for index, error in run.errors.items():
+            print(f"error in line {index}, {run.timeline.label}: {error}", file=sys.stderr)
+    return EXIT_FAILED if any(run.errors for run in runs) else 0
