@@ -23,9 +23,9 @@ class TraceFiles:
         """The files of a name; T, T.json and T.html mean the same. Raises ConfigError if they cannot be there."""
         path = Path(name)
         base = path.with_suffix("") if path.suffix in (".json", ".html") else path
-        found = cls(base.with_name(base.name + ".json"), base.with_name(base.name + ".html"))
         if not base.name or not base.absolute().parent.is_dir():
             raise ConfigError(f"{name}: a trace cannot be written there: no such folder")
+        found = cls(base.with_name(base.name + ".json"), base.with_name(base.name + ".html"))
         if found.json.is_dir() or found.html.is_dir():
             raise ConfigError(f"{name}: a trace cannot be written there: is a folder")
         return found

@@ -45,11 +45,10 @@ def _run(timeline: Timeline) -> dict[str, Any]:
         "flags": s.flags,
         "gap": before - timeline.began,  # begin of the idle time before the step; it ends where the computation begins
         "gpu_begin": begin - timeline.began,
-        "gpu_end": np.fmax(s.compute_end, begin) - timeline.began,
+        "gpu_took": (np.fmax(s.compute_end, begin) - begin).astype(np.float32),
         **_copies("h2d", s.h2d_begin, s.h2d_end, timeline.began),
         **_copies("d2h", s.d2h_begin, s.d2h_end, timeline.began),
-        "cpu_begin": marks.time - timeline.began,
-        "cpu_end": timeline.phase_ends - timeline.began,
+        "cpu_begin": marks.time - timeline.began,  # each phase ends where the next begins
         "cpu_phase": marks.code & PHASE_MASK,
         "cpu_step": timeline.phase_steps,
         "idle": idle[:, used].astype(np.float32).reshape(-1),  # by step, then by cause
@@ -65,7 +64,7 @@ def _copies(lane: str, begin: npt.NDArray[Any], end: npt.NDArray[Any], zero: flo
     """Spans of a lane, in order; one that never was lies, without length, where the last one ended."""
     ends = np.fmax.accumulate(np.concatenate(([zero], end)))
     found = np.where(np.isnan(begin), ends[:-1], begin) - zero
-    return {f"{lane}_begin": found, f"{lane}_end": ends[1:] - zero}
+    return {f"{lane}_begin": found, f"{lane}_took": np.maximum(ends[1:] - zero - found, 0).astype(np.float32)}
 
 
 def _pack(column: npt.NDArray[Any]) -> list[str]:

@@ -78,7 +78,7 @@ class Recorder:
         self._thread = 0
         self._lock = threading.Lock()  # of all below, and of taking entries out of the columns
         self._folds: deque[Fold] = deque(maxlen=None if keep_all else KEPT_FOLDS)
-        self._idle = np.zeros(len(CAUSES))
+        self._idle, self._told = np.zeros(len(CAUSES)), np.zeros(len(CAUSES))
         self._since = self.began  # the compute stream's last end, of folded steps
         gc.callbacks.append(self._on_gc)
 
@@ -196,7 +196,9 @@ class Recorder:
             fold = self._open()
             total = self._idle + attribute(fold.steps, fold.marks, fold.collections, self._since).sum(axis=0)
             total[NOTHING] += self._waiting(fold)
-        return {name: float(seconds) for name, seconds in zip(CAUSES, total, strict=True)}
+            # a wait counts while it lasts, and again once the step after it is known: in between it must not vanish
+            self._told = np.maximum(self._told, total)
+            return {name: float(seconds) for name, seconds in zip(CAUSES, self._told, strict=True)}
 
     def _waiting(self, fold: Fold) -> float:
         """How long there has been nothing to run, now: a wait for requests that has not ended yet."""

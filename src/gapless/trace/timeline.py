@@ -175,7 +175,7 @@ def cut(timeline: Timeline, since: float, until: float | None = None) -> Timelin
 
 
 def _list(times: Times, zero: float) -> list[float]:
-    found: list[float] = np.round(times - zero, 7).tolist()
+    found: list[float] = np.round(times - zero, 9).tolist()
     return found
 
 

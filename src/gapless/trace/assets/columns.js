@@ -48,7 +48,8 @@ const count = (x) => Math.round(x).toLocaleString("en");
 // -- columns
 
 function unpack([kind, text]) {
-  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const raw = atob(text), bytes = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
   return new KINDS[kind](bytes.buffer);
 }
 function above(sorted, x) {  // how many entries are <= x
@@ -78,6 +79,8 @@ class Run {
     const c = {};
     for (const name in raw.columns) c[name] = unpack(raw.columns[name]);
     this.c = c; this.n = c.step.length; this.seconds = raw.summary.seconds;
+    for (const lane of ["gpu", "h2d", "d2h"]) c[lane + "_end"] = c[lane + "_begin"].map((t, i) => t + c[lane + "_took"][i]);
+    c.cpu_end = c.cpu_begin.map((_, i) => i + 1 < c.cpu_begin.length ? c.cpu_begin[i + 1] : this.seconds);
     this.gpu = new Lane(c.gpu_begin, c.gpu_end);
     this.h2d = new Lane(c.h2d_begin, c.h2d_end);
     this.d2h = new Lane(c.d2h_begin, c.d2h_end);

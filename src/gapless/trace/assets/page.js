@@ -164,7 +164,7 @@ function ledger(parent) {
   }
 }
 
-const api = window.gapless = {runs, view, panels, show, zoom, redraw, drawMs: 0, numDraws: 0, layout: {AXIS, LANE, SPACE, LEFT, RIGHT}};
+const api = window.gapless = {runs, view, panels, show, zoom, redraw, drawMs: 0, numDraws: 0};
 document.getElementById("verdict").textContent = verdict();
 causes(document.getElementById("causes"));
 ledger(document.getElementById("ledger"));

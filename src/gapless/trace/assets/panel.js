@@ -252,8 +252,16 @@ class Overview {  // the whole of each run, a row each, and the part that is sho
   t(x) { return (x - LEFT) / (this.width - LEFT - RIGHT) * total; }
   draw() {
     this.width = this.canvas.clientWidth || 800;
-    const g = surface(this.canvas, this.height);
-    runs.forEach((run, i) => this.line(g, run, 6 + i * (this.row + 6)));
+    const g = surface(this.canvas, this.height), key = [this.width, this.canvas.width, theme.accent, theme.soft].join();
+    if (key !== this.key) {  // what does not move is drawn once
+      this.key = key;
+      runs.forEach((run, i) => this.line(g, run, 6 + i * (this.row + 6)));
+      this.still = document.createElement("canvas");
+      this.still.width = this.canvas.width; this.still.height = this.canvas.height;
+      this.still.getContext("2d").drawImage(this.canvas, 0, 0);
+    } else {
+      g.drawImage(this.still, 0, 0, this.width, this.height);
+    }
     const x0 = this.x(view.t0), x1 = Math.max(this.x(view.t1), x0 + 3);
     g.fillStyle = theme.focus; g.globalAlpha = 0.16; g.fillRect(x0, 0, x1 - x0, this.height); g.globalAlpha = 1;
     g.strokeStyle = theme.focus; g.strokeRect(x0 + 0.5, 0.5, x1 - x0 - 1, this.height - 1);
