@@ -5,6 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.run-ready
 DEV_STAMP := $(VENV)/.dev-ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# the report page is tested in a real browser; without one those tests are skipped, and say so
+GET_CHROMIUM := if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	(apt-get install -y -qq chromium || { apt-get update -qq && apt-get install -y -qq chromium; }) >/dev/null 2>&1 \
+	|| echo "no Chromium: tests of the report page will be skipped"; \
+	else echo "no Chromium, and no right to install it: tests of the report page will be skipped"; fi
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-all lint bench clean
@@ -46,4 +51,5 @@ $(STAMP): pyproject.toml constraints.txt
 $(DEV_STAMP): $(STAMP)
 	@echo "installing what the tests need (once) ..."
 	@$(PIP) --editable ".[dev]"
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || $(GET_CHROMIUM)
 	@touch $@

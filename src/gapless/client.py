@@ -109,7 +109,7 @@ class Client:
         self.engine.close()
         files, self._trace = self._trace, None
         if files is not None:
-            files.write([self.engine.timeline().trimmed()], f"Gapless timeline: {self.engine.options.model}")
+            files.write([self.engine.timeline().trimmed()])
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
         """Token ids of a prompt. Raises InvalidRequest."""

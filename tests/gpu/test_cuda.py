@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -113,6 +114,27 @@ def test_no_hidden_synchronization(model_dir: Path, prompts: list[list[int]]) ->
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert [completion.error for completion in found] == [None] * len(prompts)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_timeline_is_in_order_and_explained(model_dir: Path, prompts: list[list[int]], depth: int) -> None:
+    """On the host's clock: queued before it begins, over before it is seen, and gaps have causes."""
+    slack_s = 50e-6
+    with LLM(model_dir, dtype="bfloat16", device="cuda", depth=depth, trace=True) as llm:
+        params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+        llm.generate(prompts, params)
+        before = llm.stats()
+        llm.generate(prompts, params)
+        found, spent = llm.engine.timeline(before=before), llm.stats() - before
+    s = found.steps
+    parts = (s.h2d_begin, s.h2d_end, s.compute_begin, s.compute_end, s.d2h_begin, s.d2h_end)
+    for earlier, later in itertools.pairwise(parts):
+        assert (earlier <= later + 1e-9).all()
+    assert (s.compute_begin[1:] >= s.compute_end[:-1] - slack_s).all()
+    assert (s.d2h_end <= s.collected + slack_s).all()
+    assert 0 < found.busy_s <= spent.time_s
+    explained = sum(seconds for cause, seconds in found.idle_by_cause.items() if cause != "unknown")
+    assert explained >= 0.95 * found.idle_s
 
 
 def test_decode_steps_come_from_graphs(model_dir: Path, prompts: list[list[int]]) -> None:

@@ -152,6 +152,18 @@ def test_a_dry_pipeline_is_counted_once_and_marked_until_there_is_a_plan(recorde
     ]
 
 
+def test_a_step_as_slow_as_its_launch_is_counted() -> None:
+    missed = Counter[str]()
+    recorder = Recorder(missed=missed)
+    for late in (0.05, 0.5, 0.0):
+        missed["no graph: prefill"] += 1 if late else 0
+        recorder.launched(1, 1, 1, 0)
+        end = time.perf_counter() + late  # computed for a second, most of it while it was launched
+        recorder.collected((end - 1, end - 1, end - 1, end, end, end))
+    recorder.close()
+    assert recorder.ledger == {"step without a graph, paced by its launch": 1}
+
+
 def test_blocks_in_flight_are_those_of_steps_not_yet_back(recorder: Recorder) -> None:
     recorder.launched(1, 1, 1, 3)
     recorder.launched(2, 1, 1, 4)

@@ -179,7 +179,7 @@ def _write_trace(args: argparse.Namespace, paths: Sequence[Path]) -> None:
     """Bring the timelines of all depths together in one file."""
     from gapless.trace.timeline import load
 
-    _trace_files(args).write([load(path) for path in paths], f"Gapless timeline: {args.model}")
+    _trace_files(args).write([load(path) for path in paths])
 
 
 def _starts(field: Field, job: Job, batch: int, forms: Forms, traces: Path | None) -> tuple[list[Start], list[Result]]:

@@ -216,7 +216,7 @@ def main(names: Sequence[str], depths: Sequence[int], json_path: str | None, tra
             bar.write(_line(row), sys.stdout)
             bar.advance(1)
     if files is not None and timelines:
-        files.write(timelines, f"Gapless timeline: workloads {', '.join(names)}")
+        files.write(timelines)
         print(f"timeline: {files}")
     if json_path is not None:
         Path(json_path).write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n")

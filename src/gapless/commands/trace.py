@@ -38,7 +38,7 @@ def trace(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[st
     """Record, write both files, and print what they say in short."""
     files = TraceFiles.at(args.output)
     runs = record_all(args.prompts, options, sampling, args.depth)
-    files.write([run.timeline for run in runs], f"Gapless timeline: {options.model}")
+    files.write([run.timeline for run in runs])
     for run in runs:
         print(run.summary)
     print(f"timeline: {files}")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from gapless.config import EngineOptions
@@ -198,7 +199,7 @@ class Engine:
         facts = {
             "depth": self.depth,
             "device": self.resolved.device_name,
-            "model": self.options.model,
+            "model": Path(self.options.model).name,
             "num_generated": stats.num_generated,
             "num_prompt_tokens": stats.num_prompt_tokens,
             "num_overrun": stats.num_overrun,

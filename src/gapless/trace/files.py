@@ -30,8 +30,10 @@ class TraceFiles:
             raise ConfigError(f"{name}: a trace cannot be written there: is a folder")
         return found
 
-    def write(self, timelines: Sequence[Timeline], title: str = "Gapless timeline") -> None:
+    def write(self, timelines: Sequence[Timeline]) -> None:
         """Write both."""
+        models = dict.fromkeys(str(timeline.facts.get("model", "")) for timeline in timelines)
+        title = ": ".join(["Gapless timeline", *filter(None, [", ".join(filter(None, models))])])
         try:
             with self.json.open("w", encoding="utf-8") as file:
                 perfetto.write(timelines, file)

@@ -38,7 +38,8 @@ FOLD_STEPS = 256  # steps between two summations
 KEPT_FOLDS = 16  # of those, when not everything is kept
 NEVER = float("nan")
 MARK_WIDTH, LAUNCHED_WIDTH, COLLECTED_WIDTH, COLLECTION_WIDTH = 3, 7, 7, 3  # numbers in a row
-NUM_BLOCKS, FLAGS = 3, 5  # their places in a row of a launch
+NUM_BLOCKS, FLAGS, QUEUED = 3, 5, 6  # places in a row of a launch
+PACED_SHARE = 0.1  # a step that ends so soon after it was queued went as fast as its kernels were launched
 
 
 class Counts(Protocol):
@@ -122,10 +123,13 @@ class Recorder:
 
     def collected(self, times: tuple[float, ...]) -> None:
         """The oldest step came back. `times`: begin and end of its copy in, its computation and its copy out."""
+        row = self._num_collected * LAUNCHED_WIDTH
         busy = times[3] - times[2]
         if busy > 0:  # not NaN
             self.busy_s += busy
-        self.num_blocks_in_flight -= int(self._launched[self._num_collected * LAUNCHED_WIDTH + NUM_BLOCKS])
+            if self._launched[row + FLAGS] == EAGER and times[3] - self._launched[row + QUEUED] < PACED_SHARE * busy:
+                self.ledger["step without a graph, paced by its launch"] += 1
+        self.num_blocks_in_flight -= int(self._launched[row + NUM_BLOCKS])
         self._num_collected += 1
         self._collected.extend((time.perf_counter(), *times))
 
@@ -164,7 +168,7 @@ class Recorder:
         collected = _columns(self._collected, COLLECTED_WIDTH)
         launched = [column[: len(collected[0])] for column in _columns(self._launched, LAUNCHED_WIDTH)]
         counts = [column.astype(np.int32) for column in launched[:FLAGS]]
-        columns = [*counts, launched[FLAGS].astype(np.uint8), launched[FLAGS + 1], *collected]
+        columns = [*counts, launched[FLAGS].astype(np.uint8), launched[QUEUED], *collected]
         times, codes, cpu = _columns(self._marks, MARK_WIDTH)
         begin, end, is_own = _columns(self._collections, COLLECTION_WIDTH)
         return Fold(

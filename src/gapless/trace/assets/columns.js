@@ -20,7 +20,7 @@ const MEANS = {
   "garbage collection": "Python collected garbage",
   "interpreter lock": "the loop's thread was ready and did not run: another held the lock, or the core",
   "copy late": "the plan was still being copied to the device",
-  "hand-over": "all was there; streams and threads passed the work on",
+  "hand-over": "all was there; streams, or threads on a CPU, passed the work on",
   "memory pressure": "KV blocks had run out", "no free row": "requests waited for a place in the batch",
   "eager fallback": "the step had no graph, so its kernels were launched one by one",
   "graph capture": "a graph was being captured", "waiting for grammar": "the grammar's mask was not ready",

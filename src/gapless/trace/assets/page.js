@@ -128,7 +128,7 @@ function causes(parent) {
       part.style.width = 100 * seconds / most + "%"; part.style.background = color(name);
       part.title = `${name}: ${time(seconds)}`;
     }
-    add(row, "div", "sum", `idle ${time(s.idle_s)} of ${time(s.seconds)}, in ${count(s.gaps)} gaps`);
+    add(row, "div", "sum", `idle ${time(s.idle_s)} of ${time(s.seconds)}, in ${count(s.gaps)} ${s.gaps === 1 ? "gap" : "gaps"}`);
   }
   legend(parent);
 }
