@@ -203,12 +203,14 @@ def _starts(field: Field, job: Job, batch: int, forms: Forms, traces: Path | Non
 
 def _show(args: argparse.Namespace, job: Job, machine: Machine, field: Field, rows: Sequence[Row]) -> None:
     from gapless.bench.chart import bar_chart
-    from gapless.bench.table import format_overlap, format_rows
+    from gapless.bench.table import format_idle, format_overlap, format_rows
 
     title = f"{args.model}: {len(job.prompts)} prompts of {args.prompt_tokens} tokens, {job.max_tokens} new tokens each"
     where = f"{machine.cpu}, {job.threads} of {machine.num_cpus} threads, Gapless {machine.gapless} {machine.commit}"
     print(f"{title}, greedy; median of {args.rounds} rounds\n{where}\n")
-    print(format_rows(rows), "", format_overlap(rows), "", *_notes(machine, field, rows), sep="\n")
+    print(
+        format_rows(rows), "", format_overlap(rows), "", format_idle(rows), "", *_notes(machine, field, rows), sep="\n"
+    )
     if args.trace is not None:
         print(f"timeline of each depth's last round: {_trace_files(args)}")
     if args.json is not None:

@@ -107,13 +107,16 @@ def format_overlap(rows: Sequence[Row]) -> str:
         for row in rows
         if row.overlap is not None
     ]
-    idle = [f"{row.engine}, {row.weights}, batch {row.batch}: {_why(row)}" for row in rows if row.overlap is not None]
-    return "\n".join([_format(head, lines), "", *idle]) if lines else ""
+    return _format(head, lines) if lines else ""
 
 
-def _why(row: Row) -> str:
-    assert row.overlap is not None
-    return idle_line(row.overlap.idle_s, row.seconds)
+def format_idle(rows: Sequence[Row]) -> str:
+    """A line for each of Gapless's rows: why its device idled."""
+    return "\n".join(
+        f"{row.engine}, {row.weights}, batch {row.batch}: {idle_line(row.overlap.idle_s, row.seconds)}"
+        for row in rows
+        if row.overlap is not None
+    )
 
 
 def _cells(row: Row) -> list[str]:

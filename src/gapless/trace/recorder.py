@@ -13,6 +13,7 @@ import time
 from array import array
 from collections import Counter, deque
 from dataclasses import dataclass
+from struct import Struct
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +38,8 @@ from gapless.trace.timeline import Timeline, cut
 FOLD_STEPS = 256  # steps between two summations
 KEPT_FOLDS = 16  # of those, when not everything is kept
 NEVER = float("nan")
+# Rows, each written in one go, so that whoever reads meanwhile sees whole ones.
+MARK, LAUNCHED, COLLECTED, COLLECTION = Struct("3d"), Struct("7d"), Struct("7d"), Struct("3d")
 MARK_WIDTH, LAUNCHED_WIDTH, COLLECTED_WIDTH, COLLECTION_WIDTH = 3, 7, 7, 3  # numbers in a row
 NUM_BLOCKS, FLAGS, QUEUED = 3, 5, 6  # places in a row of a launch
 PACED_SHARE = 0.1  # a step that ends so soon after it was queued went as fast as its kernels were launched
@@ -93,7 +96,7 @@ class Recorder:
             cpu = time.thread_time()
         if phase == FILL:
             self._dry = NOT_DRY
-        self._marks.extend((time.perf_counter(), phase | self._dry, cpu))
+        self._marks.frombytes(MARK.pack(time.perf_counter(), phase | self._dry, cpu))
 
     def woken(self) -> None:
         """A request came in while there was nothing to run."""
@@ -114,10 +117,12 @@ class Recorder:
         """A step was queued."""
         now = time.perf_counter()
         self.num_blocks_in_flight += num_blocks
-        self.max_blocks_in_flight = max(self.max_blocks_in_flight, self.num_blocks_in_flight)
+        if self.num_blocks_in_flight > self.max_blocks_in_flight:
+            self.max_blocks_in_flight = self.num_blocks_in_flight
         self._num_launched += 1
         in_flight = self._num_launched - self._num_collected
-        self._launched.extend((step, num_rows, num_tokens, num_blocks, in_flight, self._flags(), now))
+        row = LAUNCHED.pack(step, num_rows, num_tokens, num_blocks, in_flight, self._flags(), now)
+        self._launched.frombytes(row)
         if self._num_collected >= FOLD_STEPS:  # now, while the device has something to do
             self._fold()
 
@@ -131,7 +136,7 @@ class Recorder:
                 self.ledger["step without a graph, paced by its launch"] += 1
         self.num_blocks_in_flight -= int(self._launched[row + NUM_BLOCKS])
         self._num_collected += 1
-        self._collected.extend((time.perf_counter(), *times))
+        self._collected.frombytes(COLLECTED.pack(time.perf_counter(), *times))
 
     def start(self) -> None:
         """Called by the thread that will mark, before it does."""
@@ -159,7 +164,8 @@ class Recorder:
         if phase == "start":
             self._gc_began = time.perf_counter()
             return
-        self._collections.extend((self._gc_began, time.perf_counter(), threading.get_ident() == self._thread))
+        is_own = threading.get_ident() == self._thread
+        self._collections.frombytes(COLLECTION.pack(self._gc_began, time.perf_counter(), is_own))
 
     # -- summing up ---------------------------------------------------------------------------------------------------
 
@@ -230,8 +236,8 @@ class Recorder:
 
 
 def _columns(rows: array[float], width: int) -> list[Any]:
-    """Copies of the columns of rows that lie end to end; a row in the making is left out."""
-    table = np.array(rows[: len(rows) // width * width]).reshape(-1, width)
+    """Copies of the columns of rows that lie end to end."""
+    table = np.array(rows[:]).reshape(-1, width)
     return [np.ascontiguousarray(table[:, i]) for i in range(width)]
 
 
