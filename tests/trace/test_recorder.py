@@ -113,6 +113,8 @@ def test_memory_is_bounded_unless_everything_is_kept(monkeypatch: pytest.MonkeyP
         assert len(kept.steps) == expected if keep_all else len(kept.steps) <= expected
         assert kept.steps.step[-1] == 399
         assert len(recorder._marks) < 3 * 7 * 16
+        assert "unknown" not in kept.idle_by_cause or kept.idle_by_cause["unknown"] < 1e-6
+        assert kept.idle_s < kept.seconds
 
 
 def test_the_flags_of_a_step_come_from_what_is_watched() -> None:
@@ -176,6 +178,8 @@ def test_blocks_in_flight_are_those_of_steps_not_yet_back(recorder: Recorder) ->
 def test_collections_are_seen_until_it_is_closed() -> None:
     recorder = Recorder()
     recorder.start()
+    gc.collect()  # with nothing to run: of no interest
+    recorder.mark(SCHEDULE)
     gc.collect()
     other = threading.Thread(target=gc.collect)
     other.start()

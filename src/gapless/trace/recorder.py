@@ -74,7 +74,7 @@ class Recorder:
         self._counts = counts
         self._missed = missed
         self._num_preemptions = self._num_missed = 0
-        self._dry = NOT_DRY
+        self._phase, self._dry = IDLE, NOT_DRY
         self._reads_cpu = True
         self._marks, self._launched, self._collected, self._collections = (array("d") for _ in range(4))  # rows
         self._num_launched = self._num_collected = 0  # since the last fold; in `_launched` some are not collected yet
@@ -84,6 +84,7 @@ class Recorder:
         self._folds: deque[Fold] = deque(maxlen=None if keep_all else KEPT_FOLDS)
         self._idle, self._told = np.zeros(len(CAUSES)), np.zeros(len(CAUSES))
         self._since = self.began  # the compute stream's last end, of folded steps
+        self._kept_from = self.began  # the same, of folds that are no longer kept
         gc.callbacks.append(self._on_gc)
 
     # -- the loop's side: what it costs is paid by every step ---------------------------------------------------------
@@ -91,6 +92,7 @@ class Recorder:
     def mark(self, phase: int) -> None:
         """A host phase begins, and the one before ends."""
         cpu = NEVER
+        self._phase = phase
         if self._reads_cpu or phase in WAITS:
             self._reads_cpu = phase in WAITS
             cpu = time.thread_time()
@@ -141,8 +143,8 @@ class Recorder:
     def start(self) -> None:
         """Called by the thread that will mark, before it does."""
         self._thread = threading.get_ident()
-        self.began = self._since = time.perf_counter()
         self.mark(IDLE)
+        self.began = self._since = self._kept_from = self._marks[0]
 
     def close(self) -> None:
         """Nothing more will come. What was recorded can still be read."""
@@ -163,6 +165,7 @@ class Recorder:
     def _on_gc(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             self._gc_began = time.perf_counter()
+        if phase == "start" or self._phase == IDLE:  # with nothing to run, nothing is late
             return
         is_own = threading.get_ident() == self._thread
         self._collections.frombytes(COLLECTION.pack(self._gc_began, time.perf_counter(), is_own))
@@ -190,6 +193,8 @@ class Recorder:
             num_marks = max(int(np.searchsorted(fold.marks.time, self._since)) - 1, 0)
             num_marks = _reading_at(fold.marks, num_marks)
             num_collections = int(np.searchsorted(fold.collections.end, self._since))
+            if len(self._folds) == self._folds.maxlen:
+                self._kept_from = float(np.fmax.reduce(np.append(self._folds[0].steps.compute_end, self._kept_from)))
             self._folds.append(Fold(fold.steps, fold.marks.part(0, num_marks), _first(fold, num_collections)))
             del self._marks[: num_marks * MARK_WIDTH]
             del self._launched[: len(fold.steps) * LAUNCHED_WIDTH]
@@ -221,13 +226,12 @@ class Recorder:
     def timeline(self, label: str = "", since: float | None = None, **facts: Any) -> Timeline:
         """What is kept, as a value; from `since` on, if given."""
         with self._lock:
-            folds = [fold for fold in self._folds if since is None or fold.steps.collected[-1] >= since]
+            began = self._kept_from if since is None else max(since, self._kept_from)
+            folds = [fold for fold in self._folds if fold.steps.collected[-1] >= began]
             folds.append(self._open())
-        steps, marks = join([fold.steps for fold in folds]), join([fold.marks for fold in folds])
-        kept = Timeline(
-            label, self.began, time.perf_counter(), steps, marks, join([f.collections for f in folds]), facts
-        )
-        return kept if since is None else cut(kept, since)
+        steps, marks, collections = (join([getattr(fold, name) for fold in folds]) for name in Fold.__slots__)
+        whole = Timeline(label, self.began, time.perf_counter(), steps, marks, collections, facts)
+        return cut(whole, began)
 
     def tail(self, seconds: float) -> dict[str, Any]:
         """The four lanes of the last seconds, as lists of [begin, end, name, step]; times are below 0, from now."""

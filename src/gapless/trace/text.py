@@ -28,7 +28,7 @@ class Style:
 
 
 BLOCKS = Style(" ░▒▓█", "·")
-ASCII = Style(" .-=#", ".")
+ASCII = Style(" .-=#", "~")
 
 
 def style_for(encoding: str | None) -> Style:
