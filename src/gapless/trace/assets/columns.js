@@ -32,6 +32,7 @@ const ORDER = ["nothing to run", "no free row", "memory pressure", "host: collec
 const color = (name) => COLORS[name] || COLORS[name.replace("host: ", "")] || "#888";
 const GROUP = 64, MANY = 40000;  // phases in a group; above so many, groups are drawn
 const AXIS = 24, LANE = 26, SPACE = 7, STRIP = 40, BIN = 6, LEFT = 56, RIGHT = 8;
+const FONT = "12px system-ui, sans-serif";
 const LANES = ["CPU", "H2D", "GPU", "D2H"];
 
 // -- numbers as people read them

@@ -110,6 +110,7 @@ function verdict() {
   const first = runs[0].summary, last = runs[runs.length - 1].summary;
   const where = `${first.model ? first.model + " on " + first.device + ". " : ""}`;
   if (runs.length === 1) return `${where}The ${noun(first)} was idle ${percent(first.idle_share)} of the time between the first step and the last.`;
+  if (runs.length > 2) return `${where}${runs.length} runs on one time axis, each from its own begin.`;
   const ratio = last.tokens_per_s / first.tokens_per_s;
   return `${where}From ${first.label} to ${last.label} the ${noun(first)}'s idle share went from ${percent(first.idle_share)} to ` +
     `${percent(last.idle_share)}, and tokens per second are ${ratio.toFixed(2)} times as many.`;

@@ -35,7 +35,7 @@ class Panel {
     figure(head, time(run.n ? median(run) : 0), "a step");
     figure(head, count(s.tokens), "tokens");
     if (s.num_overrun !== undefined) figure(head, count(s.num_overrun), "wasted tokens");
-    if (s.max_blocks_in_flight !== undefined) figure(head, count(s.max_blocks_in_flight), "KV blocks for steps in flight at most");
+    if (s.max_blocks_in_flight !== undefined) figure(head, count(s.max_blocks_in_flight), "KV blocks in flight at most");
     this.canvas = add(card, "canvas");
     this.canvas.tabIndex = 0;
     this.canvas.setAttribute("role", "img");
@@ -66,7 +66,7 @@ class Panel {
 
   axis(g) {
     const step = nice((view.t1 - view.t0) * 110 / (this.width - LEFT - RIGHT));
-    g.font = "12px system-ui, sans-serif"; g.textBaseline = "middle"; g.textAlign = "left";
+    g.font = FONT; g.textBaseline = "middle"; g.textAlign = "left";
     for (let k = Math.ceil(view.t0 / step); k * step <= view.t1; k++) {
       const x = Math.round(this.x(k * step)) + 0.5;
       g.strokeStyle = theme.line; g.beginPath(); g.moveTo(x, 4); g.lineTo(x, this.height); g.stroke();
@@ -80,7 +80,7 @@ class Panel {
   labels(g) {
     g.textAlign = "left"; g.textBaseline = "middle"; g.font = "600 13px system-ui, sans-serif"; g.fillStyle = theme.ink;
     LANES.forEach((name, lane) => g.fillText(name, 0, this.top(lane) + LANE / 2));
-    g.font = "12px system-ui, sans-serif"; g.fillStyle = theme.soft;
+    g.font = FONT; g.fillStyle = theme.soft;
     ["tokens/s", "batch"].forEach((name, i) => g.fillText(name, 0, this.top(4) + i * (STRIP + SPACE) + STRIP / 2));
   }
 
@@ -135,7 +135,7 @@ class Panel {
 
   name(g, text, b, e, y, fill) {
     const x0 = Math.max(this.x(b), LEFT), x1 = Math.min(this.x(e), this.width - RIGHT);
-    g.font = "12px system-ui, sans-serif"; g.textAlign = "center"; g.textBaseline = "middle";
+    g.font = FONT; g.textAlign = "center"; g.textBaseline = "middle";
     if (x1 - x0 < g.measureText(text).width + 8) return;
     g.fillStyle = fill; g.fillText(text, (x0 + x1) / 2, y + LANE / 2 + 0.5);
   }
@@ -213,7 +213,7 @@ class Panel {
       g.lineTo(points[points.length - 1][0] + bin, y + STRIP); g.lineTo(points[0][0], y + STRIP); g.closePath();
       g.globalAlpha = 0.12; g.fillStyle = stroke; g.fill(); g.globalAlpha = 1;
     }
-    g.font = "12px system-ui, sans-serif"; g.textAlign = "left"; g.textBaseline = "top"; g.fillStyle = theme.soft;
+    g.font = FONT; g.textAlign = "left"; g.textBaseline = "top"; g.fillStyle = theme.soft;
     if (points.length) g.fillText(count(high), LEFT + 5, y);
   }
 
@@ -247,14 +247,16 @@ class Panel {
 }
 
 class Overview {  // the whole of each run, a row each, and the part that is shown
-  constructor(canvas) { this.canvas = canvas; this.row = 10; this.height = runs.length * (this.row + 6) + 6; }
-  x(t) { return LEFT + t / total * (this.width - LEFT - RIGHT); }
-  t(x) { return (x - LEFT) / (this.width - LEFT - RIGHT) * total; }
+  constructor(canvas) { this.canvas = canvas; this.row = 10; this.height = runs.length * (this.row + 6) + 6; this.left = LEFT; }
+  x(t) { return this.left + t / total * (this.width - this.left - RIGHT); }
+  t(x) { return (x - this.left) / (this.width - this.left - RIGHT) * total; }
   draw() {
     this.width = this.canvas.clientWidth || 800;
     const g = surface(this.canvas, this.height), key = [this.width, this.canvas.width, theme.accent, theme.soft].join();
     if (key !== this.key) {  // what does not move is drawn once
       this.key = key;
+      g.font = FONT;
+      this.left = Math.max(LEFT, ...runs.map((run) => g.measureText(run.summary.label).width + 10));
       runs.forEach((run, i) => this.line(g, run, 6 + i * (this.row + 6)));
       this.still = document.createElement("canvas");
       this.still.width = this.canvas.width; this.still.height = this.canvas.height;
@@ -267,15 +269,15 @@ class Overview {  // the whole of each run, a row each, and the part that is sho
     g.strokeStyle = theme.focus; g.strokeRect(x0 + 0.5, 0.5, x1 - x0 - 1, this.height - 1);
   }
   line(g, run, y) {
-    const pixel = total / (this.width - LEFT - RIGHT);
+    const pixel = total / (this.width - this.left - RIGHT);
     let before = 0;
-    for (let x = LEFT; x < this.width - RIGHT && this.t(x) < run.seconds; x++) {
+    for (let x = this.left; x < this.width - RIGHT && this.t(x) < run.seconds; x++) {
       const after = run.gpu.covered(this.t(x + 1)), share = Math.min((after - before) / pixel, 1);
       g.fillStyle = theme.lane; g.fillRect(x, y, 1, this.row);
       g.fillStyle = theme.accent; g.globalAlpha = share; g.fillRect(x, y, 1, this.row); g.globalAlpha = 1;
       before = after;
     }
-    g.font = "12px system-ui, sans-serif"; g.textBaseline = "middle"; g.textAlign = "left"; g.fillStyle = theme.soft;
+    g.font = FONT; g.textBaseline = "middle"; g.textAlign = "left"; g.fillStyle = theme.soft;
     g.fillText(run.summary.label, 0, y + this.row / 2 + 1);
   }
 }
