@@ -111,10 +111,6 @@ class Recorder:
             self.ledger[f"pipeline ran dry: {name}"] += 1
         self._dry = reason
 
-    def note(self, reason: str) -> None:
-        """Overlap was reduced, or a fast path missed."""
-        self.ledger[reason] += 1
-
     def launched(self, step: int, num_rows: int, num_tokens: int, num_blocks: int) -> None:
         """A step was queued."""
         now = time.perf_counter()
