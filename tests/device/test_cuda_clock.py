@@ -43,6 +43,7 @@ class FakeEvent:
     def elapsed_time(self, other: FakeEvent) -> float:
         if np.isnan(self.moment) or np.isnan(other.moment):
             raise RuntimeError("not recorded")
+        assert other.moment >= self.moment, "measured backwards"
         return float(np.float32(self.world.device_ms(other.moment) - self.world.device_ms(self.moment)))
 
 
@@ -87,3 +88,27 @@ def test_a_device_that_tells_no_times_is_not_an_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cuda.torch.cuda, "Event", FakeEvent)
     timer = cuda.CudaTimer(cuda.CudaClock("compute"), ("h2d", "compute", "d2h"))  # type: ignore[arg-type]
     assert all(np.isnan(timer.read()))
+
+
+def test_steps_that_overlap_are_measured_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At depth 2 a step's copy lies inside the computation before; no time is asked for that would be negative."""
+    world = World(0.0)
+    monkeypatch.setattr(FakeEvent, "world", world, raising=False)
+    monkeypatch.setattr(cuda.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(cuda.time, "perf_counter", world.perf_counter)
+    clock = cuda.CudaClock("compute")  # type: ignore[arg-type]
+    timers = [cuda.CudaTimer(clock, world.streams) for _ in range(2)]  # type: ignore[arg-type]
+    truths: list[tuple[float, ...]] = []
+    for step in range(10):
+        timer = timers[step % 2]
+        world.reached = {"h2d": world.now + 1e-6, "compute": world.now + 1e-3, "d2h": world.now + 2.1e-3}
+        timer.around(H2D, lambda: None)()
+        timer.around(COMPUTE, lambda: world.reached.update(compute=world.now + 2e-3))()
+        timer.around(D2H, lambda: None)()
+        truth = (world.now + 1e-6, world.now + 1e-6, world.now + 1e-3, *(world.now + 2e-3,) * 2, world.now + 2.1e-3)
+        truths.append(truth)
+        if step:
+            now, world.now = world.now, truths[step - 1][5] + 1e-5
+            assert timers[(step - 1) % 2].read() == pytest.approx(truths[step - 1], abs=30e-6)
+            world.now = now
+        world.now += 1e-3

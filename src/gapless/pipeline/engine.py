@@ -169,10 +169,10 @@ class Engine:
 
     def ledger(self) -> dict[str, int]:
         """How often a fast path was missed or overlap reduced, by reason."""
-        found = self._built.runner.ledger + self._recorder.ledger
+        found = {**self._built.runner.ledger, **self._recorder.ledger}  # copied at once: the loop may add a reason
         if self._depth.num_reduced:
             found["depth reduced"] = self._depth.num_reduced
-        return dict(found)
+        return found
 
     def waste(self) -> dict[str, int]:
         """What asynchrony cost: tokens sampled past a stop not yet known, KV blocks held for steps in flight."""

@@ -157,7 +157,7 @@ function ledger(parent) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.summary.ledger || {})))];
   document.getElementById("notes").hidden = names.length === 0;
   const table = add(parent, "table"), head = add(add(table, "thead"), "tr"), body = add(table, "tbody");
-  for (const name of ["overlap reduced, or a fast path missed", ...runs.map((run) => run.summary.label)]) add(head, "th", "", name).scope = "col";
+  for (const name of ["overlap reduced, or a fast path missed, since the engine began", ...runs.map((run) => run.summary.label)]) add(head, "th", "", name).scope = "col";
   for (const name of names) {
     const row = add(body, "tr");
     add(row, "th", "", name).scope = "row";
