@@ -174,6 +174,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "prefix_cache": ({"prefix_cache": 1}, ("prefix_cache must be true or false, got 1",)),
     "check": ({"check": None}, ("check must be true or false, got None",)),
     "native": ({"native": None}, ("native must be true or false, got None",)),
+    "trace": ({"trace": ""}, ("trace must be the name of a file", "got ''")),
+    "trace nowhere": ({"trace": "/no/such/folder/T.json"}, ("no such folder",)),
     "interleave": ({"interleave": -1}, ("interleave must be a whole number between 0", "got -1")),
     "kv_memory": ({"kv_memory": "a lot"}, ("kv_memory must be a size such as 2GiB or 512MiB, got 'a lot'",)),
     "kv_memory 0": ({"kv_memory": 0}, ("kv_memory must be above 0, got 0",)),
