@@ -7,7 +7,7 @@ import pytest
 from gapless.bench.chart import bar_chart
 from gapless.bench.contest import Result
 from gapless.bench.job import Contender, Overlap, Round
-from gapless.bench.table import format_overlap, format_rows, make_rows
+from gapless.bench.table import chart_groups, format_overlap, format_rows, make_rows
 
 NUM_TOKENS = 100
 TOKENS = [[1, 2], [3, 4], [5, 6], [7, 8]]
@@ -90,7 +90,7 @@ def test_the_table_lines_up() -> None:
 def test_the_chart_has_a_bar_for_each_row_that_ran(batches: list[int]) -> None:
     results = [result(c, (1.0, 2.0, 3.0), batch=b) for b in batches for c in (OURS, PEER)]
     results.append(result(PEER, (), error="broken"))
-    root = ElementTree.fromstring(bar_chart(make_rows(results, NUM_TOKENS), "A & B", "subtitle"))
+    root = ElementTree.fromstring(bar_chart(chart_groups(make_rows(results, NUM_TOKENS)), "A & B", "subtitle"))
     names = [node.tag.rpartition("}")[2] for node in root.iter()]
     assert names.count("rect") == 1 + 2 * len(batches)
     assert names.count("path") == 2 * len(batches)

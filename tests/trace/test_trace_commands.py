@@ -168,14 +168,15 @@ def test_gpu_workloads_put_all_depths_into_one_trace(
     monkeypatch.setattr(workloads, "END_TOKEN", 90)
     monkeypatch.setattr("gapless.device.pick_device", lambda name: name)
 
-    def measure(names: Any, depths: Any, folder: Path, timelines: Any) -> Iterator[workloads.Row]:
+    def measure(names: Any, depths: Any, folder: Path, timelines: Any, *, peers: bool) -> Iterator[workloads.Row]:
         for depth in depths:
             with LLM(tiny_dir, **CPU, depth=depth, num_blocks=64, trace=timelines is not None) as llm:
                 yield workloads._time(llm, names[0], depth, 1e9, 0.0, timelines)
 
     monkeypatch.setattr(workloads, "measure", measure)
     out, table = tmp_path / "W.json", tmp_path / "rows.json"
-    flags = ["--depth", "1", "2", "--trace", str(out), "--json", str(table)]
+    plot = tmp_path / "steps.svg"
+    flags = ["--depth", "1", "2", "--trace", str(out), "--json", str(table), "--plot", str(plot)]
     assert main(["bench", "offline", "--workload", "T", *flags]) == 0
     runs = runs_of(out)
     assert [run["label"] for run in runs] == ["T, depth 1", "T, depth 2"]
@@ -183,3 +184,4 @@ def test_gpu_workloads_put_all_depths_into_one_trace(
     assert [run["steps"] for run in runs] == [20, 20]
     assert capsys.readouterr().out.count("idle: ") == 2
     assert json.loads(table.read_text())["rows"][0]["idle_by_cause"]
+    assert plot.read_text().count("<rect x=") == 2

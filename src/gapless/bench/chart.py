@@ -1,52 +1,77 @@
-"""A bar chart of the rows as an SVG file: a group for each batch size, a whisker over the rounds of each engine."""
+"""Bar charts as SVG files: groups of bars, ours in colour, a whisker or a mark where there is something to show."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-
-from gapless.bench.table import Row
 
 WIDTH, LABEL_WIDTH, VALUE_WIDTH, MARGIN = 860, 270, 70, 20
 BAR_HEIGHT, BAR_GAP, GROUP_GAP, TITLE_HEIGHT = 18, 6, 34, 64
-OURS, THEIRS, INK, FAINT = "#2a9d8f", "#b8bec6", "#1f2933", "#6b7280"
+OURS, THEIRS, INK, FAINT, LIMIT = "#2a9d8f", "#b8bec6", "#1f2933", "#6b7280", "#d1495b"
 FONT = "font-family='system-ui, sans-serif'"
 
 
-def bar_chart(rows: Sequence[Row], title: str, subtitle: str) -> str:
-    """The chart's text. Rows that failed are left out."""
-    shown = [row for row in rows if row.error is None]
-    scale = (WIDTH - LABEL_WIDTH - VALUE_WIDTH - 2 * MARGIN) / max((row.tokens_per_s_max for row in shown), default=1.0)
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One value."""
+
+    label: str
+    value: float
+    text: str
+    is_ours: bool
+    spread: tuple[float, float] | None = None  # drawn as a whisker
+    limit: float | None = None  # drawn as a mark that the bar cannot get past
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Bars that are to be compared."""
+
+    title: str
+    bars: tuple[Bar, ...]
+    scale: float = 1.0  # of this group's values
+
+
+def bar_chart(groups: Sequence[Group], title: str, subtitle: str) -> str:
+    """The chart's text."""
+    longest = max((_reach(bar) * group.scale for group in groups for bar in group.bars), default=1.0)
+    unit = (WIDTH - LABEL_WIDTH - VALUE_WIDTH - 2 * MARGIN) / longest
     parts = [
         _text(MARGIN, 28, title, size=17, weight="bold"),
         _text(MARGIN, 48, subtitle, size=12, color=FAINT),
     ]
     y = TITLE_HEIGHT
-    for batch in dict.fromkeys(row.batch for row in shown):
-        group = [row for row in shown if row.batch == batch]
-        parts.append(_text(MARGIN, y + 16, f"{batch} parallel request{'s' if batch > 1 else ''}", weight="bold"))
+    for group in groups:
+        parts.append(_text(MARGIN, y + 16, group.title, weight="bold"))
         y += GROUP_GAP - 8
-        for row in group:
-            parts += _bar(row, y, scale)
+        for bar in group.bars:
+            parts += _bar(bar, y, unit * group.scale)
             y += BAR_HEIGHT + BAR_GAP
         y += GROUP_GAP - BAR_GAP - 14
     return _document(y, parts)
 
 
-def _bar(row: Row, y: int, scale: float) -> list[str]:
+def _reach(bar: Bar) -> float:
+    return max(bar.value, bar.spread[1] if bar.spread else 0.0)
+
+
+def _bar(bar: Bar, y: int, unit: float) -> list[str]:
     left, middle = MARGIN + LABEL_WIDTH, y + BAR_HEIGHT / 2
-    width = row.tokens_per_s * scale
-    low, high = left + row.tokens_per_s_min * scale, left + row.tokens_per_s_max * scale
-    color = OURS if row.is_ours else THEIRS
-    return [
-        _text(
-            left - 8, y + 13, f"{row.engine}, {row.weights}", anchor="end", weight="bold" if row.is_ours else "normal"
-        ),
-        f"<rect x='{left}' y='{y}' width='{width:.1f}' height='{BAR_HEIGHT}' fill='{color}'/>",
-        f"<path d='M{low:.1f} {middle} H{high:.1f} M{low:.1f} {middle - 4} v8 M{high:.1f} {middle - 4} v8' "
-        f"stroke='{INK}' fill='none'/>",
-        _text(max(high, left + width) + 6, y + 13, f"{row.tokens_per_s:.0f}"),
+    color, weight = (OURS, "bold") if bar.is_ours else (THEIRS, "normal")
+    parts = [
+        _text(left - 8, y + 13, bar.label, anchor="end", weight=weight),
+        f"<rect x='{left}' y='{y}' width='{bar.value * unit:.1f}' height='{BAR_HEIGHT}' fill='{color}'/>",
+        _text(left + _reach(bar) * unit + 6, y + 13, bar.text),
     ]
+    if bar.spread is not None:
+        low, high = (left + value * unit for value in bar.spread)
+        path = f"M{low:.1f} {middle} H{high:.1f} M{low:.1f} {middle - 4} v8 M{high:.1f} {middle - 4} v8"
+        parts.append(f"<path d='{path}' stroke='{INK}' fill='none'/>")
+    if bar.limit is not None:
+        x = left + bar.limit * unit
+        parts.append(f"<path d='M{x:.1f} {y - 2} v{BAR_HEIGHT + 4}' stroke='{LIMIT}' stroke-width='2' fill='none'/>")
+    return parts
 
 
 def _text(

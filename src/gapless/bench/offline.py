@@ -51,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=PYTHON",
         help="interpreter that has this peer, where it needs an environment of its own; may be repeated",
     )
-    add("--workload", nargs="+", metavar="A..F", help="GPU workloads with random weights instead of this job")
+    add(
+        "--workload",
+        nargs="+",
+        metavar="A..F|M",
+        help="GPU workloads with random weights instead of this job; M mixes lengths",
+    )
     add("--trace", metavar="T.json", help="write Gapless's timelines here, and T.html beside it")
     add("--json", metavar="FILE", help="write all numbers here")
     add("--plot", metavar="FILE.svg", help="draw a bar chart here")
@@ -73,7 +78,10 @@ def main(args: argparse.Namespace) -> int:
         from gapless.bench import workloads
 
         depths = [int(depth) for depth in args.depth if depth.isdigit()]
-        return workloads.main(args.workload, depths, args.json, args.trace)
+        peers = args.peers is not None
+        return workloads.main(
+            args.workload, depths, json_path=args.json, plot_path=args.plot, trace=args.trace, peers=peers
+        )
     from gapless.bench.machine import this_machine
     from gapless.bench.table import make_rows
 
@@ -203,7 +211,7 @@ def _starts(field: Field, job: Job, batch: int, forms: Forms, traces: Path | Non
 
 def _show(args: argparse.Namespace, job: Job, machine: Machine, field: Field, rows: Sequence[Row]) -> None:
     from gapless.bench.chart import bar_chart
-    from gapless.bench.table import format_idle, format_overlap, format_rows
+    from gapless.bench.table import chart_groups, format_idle, format_overlap, format_rows
 
     title = f"{args.model}: {len(job.prompts)} prompts of {args.prompt_tokens} tokens, {job.max_tokens} new tokens each"
     where = f"{machine.cpu}, {job.threads} of {machine.num_cpus} threads, Gapless {machine.gapless} {machine.commit}"
@@ -216,7 +224,7 @@ def _show(args: argparse.Namespace, job: Job, machine: Machine, field: Field, ro
     if args.json is not None:
         _write(Path(args.json), json.dumps(_values(args, job, machine, field, rows), indent=2) + "\n")
     if args.plot is not None:
-        _write(Path(args.plot), bar_chart(rows, title, f"output tokens/s, prefill included; {where}"))
+        _write(Path(args.plot), bar_chart(chart_groups(rows), title, f"output tokens/s, prefill included; {where}"))
 
 
 def _values(

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gapless.bench.chart import Bar, Group
 from gapless.bench.contest import Result
 from gapless.bench.job import Overlap, Round
 from gapless.report import idle_line
@@ -149,3 +150,23 @@ def _format(head: list[str], lines: Sequence[list[str]]) -> str:
         ).rstrip()
         for line in table
     )
+
+
+def chart_groups(rows: Sequence[Row]) -> list[Group]:
+    """Tokens a second, a group for each batch size. Rows that failed are left out."""
+    shown = [row for row in rows if row.error is None]
+    groups = []
+    for batch in dict.fromkeys(row.batch for row in shown):
+        bars = tuple(
+            Bar(
+                f"{row.engine}, {row.weights}",
+                row.tokens_per_s,
+                f"{row.tokens_per_s:.0f}",
+                row.is_ours,
+                spread=(row.tokens_per_s_min, row.tokens_per_s_max),
+            )
+            for row in shown
+            if row.batch == batch
+        )
+        groups.append(Group(f"{batch} parallel request{'s' if batch > 1 else ''}", bars))
+    return groups

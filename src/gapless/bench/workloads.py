@@ -1,7 +1,8 @@
-"""The GPU workloads A to F: two model shapes with random weights, from one request to 256, timed end to end.
+"""The GPU workloads A to F and M: two model shapes with random weights, from one request to 300, timed end to end.
 
-A limit stands beside each time: the bytes that a step must read (weights once, the KV cache of every live token) over
-the read rate measured in the same run. No download is needed: a config.json is all there is of the models.
+A to F have requests of one length, all at once; M mixes lengths, with more requests than rows. A limit stands beside
+each time: the bytes that a step must read (weights once, the KV cache of every live token) over the read rate measured
+in the same run. No download is needed: a config.json is all there is of the models.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gapless.bench.chart import Bar, Group
+from gapless.bench.workload_peers import PEER, is_installed, time_generate_batch
 from gapless.errors import ConfigError
 from gapless.progress import progress_bar
 
@@ -29,23 +32,37 @@ BYTES_A_NUMBER = 2  # bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of one length, all at once, greedy, with no end of sequence."""
+    """Requests, all handed in at once, greedy, with no end of sequence."""
 
     shape: str
     num_requests: int
     prompt_tokens: int
     max_tokens: int
+    num_rows: int = 0  # requests that run at the same time at most; 0: all
+    mixed: bool = False  # prompts and outputs of any length up to these
 
     @property
     def length(self) -> int:
         return self.prompt_tokens + self.max_tokens
 
+    @property
+    def max_num_rows(self) -> int:
+        return self.num_rows or self.num_requests
+
     def prompts(self, seed: int = 0) -> list[list[int]]:
         draw = random.Random(seed)
         return [self._prompt(draw) for _ in range(self.num_requests)]
 
+    def counts(self) -> list[int]:
+        """New tokens of each request."""
+        draw = random.Random(1)
+        return [self._length(draw, self.max_tokens) for _ in range(self.num_requests)]
+
     def _prompt(self, draw: random.Random) -> list[int]:
-        return [draw.randrange(FIRST_TOKEN, END_TOKEN) for _ in range(self.prompt_tokens)]
+        return [draw.randrange(FIRST_TOKEN, END_TOKEN) for _ in range(self._length(draw, self.prompt_tokens))]
+
+    def _length(self, draw: random.Random, most: int) -> int:
+        return draw.randrange(16, most + 1) if self.mixed else most
 
 
 WORKLOADS = {
@@ -55,6 +72,7 @@ WORKLOADS = {
     "D": Workload("0.6B", 32, 128, 1024),
     "E": Workload("0.6B", 256, 128, 1024),
     "F": Workload("0.6B", 1, 128, 512),
+    "M": Workload("0.6B", 300, 600, 300, num_rows=64, mixed=True),
 }
 _COMMON = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 16384, "hidden_act": "silu"}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -92,17 +110,19 @@ class Row:
     """One workload at one depth."""
 
     workload: str
-    depth: int
+    engine: str
     seconds: float
     ms_per_step: float
     tokens_per_s: float
     limit_ms: float  # mean over the run
     limit_share: float
-    idle_share: float  # of the compute stream, in the run
-    host_ms_per_step: float  # processor time of the loop
     start_s: float
     peak_gib: float
-    idle_by_cause: dict[str, float]  # seconds of the compute stream
+    depth: int | None = None  # what follows is known of Gapless only
+    idle_share: float | None = None  # of the compute stream, in the run
+    host_ms_per_step: float | None = None  # processor time of the loop
+    idle_by_cause: dict[str, float] = field(default_factory=dict)  # seconds of the compute stream
+    graphs: str = ""  # what capturing took
 
 
 def weight_bytes(shape: str) -> int:
@@ -117,18 +137,27 @@ def weight_bytes(shape: str) -> int:
     return BYTES_A_NUMBER * sum(sizes.values())
 
 
-def mean_step_bytes(work: Workload) -> float:
-    """Bytes that a decode step reads, on the average over the run."""
+def run_bytes(work: Workload, prompts: Sequence[Sequence[int]], num_steps: int) -> float:
+    """Bytes that a run reads: the weights in each step, and before each new token the KV cache of its request."""
     shape = SHAPES[work.shape]
     token_bytes = shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * shape["head_dim"] * BYTES_A_NUMBER
-    mean_length = work.prompt_tokens + work.max_tokens / 2
-    return float(weight_bytes(work.shape) + work.num_requests * mean_length * token_bytes)
+    pairs = zip(prompts, work.counts(), strict=True)
+    num_read = sum(count * (len(prompt) + count / 2) for prompt, count in pairs)
+    return float(weight_bytes(work.shape) * num_steps + token_bytes * num_read)
 
 
 def measure(
-    names: Sequence[str], depths: Sequence[int], folder: Path, timelines: list[Timeline] | None = None
-) -> Iterator[Row]:
-    """Run the workloads at each depth, one engine for all that share a shape; add each run's timeline to a list."""
+    names: Sequence[str],
+    depths: Sequence[int],
+    folder: Path,
+    timelines: list[Timeline] | None = None,
+    *,
+    peers: bool = False,
+) -> Iterator[Row | str]:
+    """Run the workloads at each depth, one engine for all that share a shape; add each run's timeline to a list.
+
+    With `peers`, transformers does the same jobs. A text says what could not be run.
+    """
     from gapless.device.cuda import CudaDevice
 
     rate = CudaDevice().read_rate()
@@ -139,6 +168,30 @@ def measure(
         chosen = [name for name in names if WORKLOADS[name].shape == shape]
         for depth in depths:
             yield from _measure_shape(path, chosen, depth, rate, timelines)
+        if peers:
+            yield from _measure_peer(path, chosen, rate)
+
+
+def _measure_peer(path: Path, names: Sequence[str], rate: float) -> Iterator[Row | str]:
+    """Jobs of one length only: it takes one number of new tokens for all."""
+    chosen = [name for name in names if not WORKLOADS[name].mixed]
+    jobs = [(WORKLOADS[n].prompts(seed=1), WORKLOADS[n].prompts(), WORKLOADS[n].max_tokens) for n in chosen]
+    for name, (_, prompts, count), timed in zip(chosen, jobs, time_generate_batch(path, jobs), strict=True):
+        if isinstance(timed, Exception):
+            yield f"{PEER}, {name}: failed: {type(timed).__name__}: {timed}"
+            continue
+        limit_s = run_bytes(WORKLOADS[name], prompts, count) / rate
+        yield Row(
+            workload=name,
+            engine=PEER,
+            seconds=timed.seconds,
+            ms_per_step=timed.seconds / count * 1e3,
+            tokens_per_s=timed.num_tokens / timed.seconds,
+            limit_ms=limit_s / count * 1e3,
+            limit_share=limit_s / timed.seconds,
+            start_s=timed.start_s,
+            peak_gib=timed.peak_gib,
+        )
 
 
 def _measure_shape(
@@ -154,7 +207,7 @@ def _measure_shape(
         device="cuda",
         dtype="bfloat16",
         depth=depth,
-        max_num_rows=max(work.num_requests for work in works),
+        max_num_rows=max(work.max_num_rows for work in works),
         max_model_len=max(work.length for work in works),
         prefix_cache=False,
         trace=timelines is not None,
@@ -169,36 +222,49 @@ def _time(llm: Any, name: str, depth: int, rate: float, start_s: float, timeline
     from gapless import SamplingParams
     from gapless.bench.torch_engines import loop_cpu_s
 
-    work = WORKLOADS[name]
-    llm.generate(work.prompts(seed=1), SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))  # warm up
+    work, prompts = WORKLOADS[name], WORKLOADS[name].prompts()
+    params = [SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in work.counts()]
+    llm.generate(work.prompts(seed=1), params if work.mixed else replace(params[0], max_tokens=16))  # warm up
     before, host_s, idle = llm.stats(), loop_cpu_s(), llm.engine.idle_by_cause()
-    found = llm.generate(work.prompts(), SamplingParams(max_tokens=work.max_tokens, temperature=0, ignore_eos=True))
+    found = llm.generate(prompts, params)
     spent, host_s = llm.stats() - before, loop_cpu_s() - host_s
     if timelines is not None:
         timelines.append(llm.engine.timeline(f"{name}, depth {depth}", before).trimmed())
-    wrong = [item for item in found if len(item.token_ids) != work.max_tokens]
+    wrong = [item for item, wanted in zip(found, params, strict=True) if len(item.token_ids) != wanted.max_tokens]
     if wrong:
         raise RuntimeError(f"workload {name}: {len(wrong)} requests did not finish: {wrong[0].error}")
-    limit_ms = mean_step_bytes(work) / rate * 1e3
-    step_ms = spent.time_s / work.max_tokens * 1e3
+    num_steps = spent.num_steps if work.mixed else work.max_tokens
+    limit_s = run_bytes(work, prompts, num_steps) / rate
     return Row(
         workload=name,
+        engine="Gapless",
         depth=depth,
         seconds=spent.time_s,
-        ms_per_step=step_ms,
+        ms_per_step=spent.time_s / num_steps * 1e3,
         tokens_per_s=spent.num_generated / spent.time_s,
-        limit_ms=limit_ms,
-        limit_share=limit_ms / step_ms,
+        limit_ms=limit_s / num_steps * 1e3,
+        limit_share=limit_s / spent.time_s,
         idle_share=1 - spent.busy_s / spent.time_s,
         host_ms_per_step=host_s / spent.num_steps * 1e3,
         start_s=start_s,
         peak_gib=llm.engine.device_memory() / 2**30,
         idle_by_cause={cause: s - idle[cause] for cause, s in llm.engine.idle_by_cause().items() if s > idle[cause]},
+        graphs=llm.engine.capture_cost(),
     )
 
 
-def main(names: Sequence[str], depths: Sequence[int], json_path: str | None, trace: str | None = None) -> int:
-    """Measure, print a table, and write it as JSON, and the timelines, if asked."""
+def main(
+    names: Sequence[str],
+    depths: Sequence[int],
+    *,
+    json_path: str | None = None,
+    plot_path: str | None = None,
+    trace: str | None = None,
+    peers: bool = False,
+) -> int:
+    """Measure, print a table, and write it as JSON, as a plot, and the timelines, if asked."""
+    from gapless.bench.chart import bar_chart
+    from gapless.bench.machine import this_machine
     from gapless.device import pick_device
     from gapless.trace.files import TraceFiles
 
@@ -208,29 +274,61 @@ def main(names: Sequence[str], depths: Sequence[int], json_path: str | None, tra
             raise ConfigError(f"--workload: unknown {name!r}; known: {', '.join(WORKLOADS)}")
     files = TraceFiles.at(trace) if trace is not None else None
     timelines: list[Timeline] | None = [] if files is not None else None
-    rows = []
+    rows: list[Row] = []
+    runs = len(names) * (len(depths) + peers)
     print(HEADER)
-    with tempfile.TemporaryDirectory() as folder, progress_bar("measuring", len(names) * len(depths), "run") as bar:
-        for row in measure(names, depths, Path(folder), timelines):
-            rows.append(row)
-            bar.write(_line(row), sys.stdout)
+    with tempfile.TemporaryDirectory() as folder, progress_bar("measuring", runs, "run") as bar:
+        for row in measure(names, depths, Path(folder), timelines, peers=peers and is_installed()):
+            if isinstance(row, Row):
+                rows.append(row)
+            bar.write(_line(row) if isinstance(row, Row) else row, sys.stdout)
             bar.advance(1)
+    if peers and not is_installed():
+        print("not installed: transformers")
+    print(*dict.fromkeys(row.graphs for row in rows if row.graphs), sep="\n")
     if files is not None and timelines:
         files.write(timelines)
         print(f"timeline: {files}")
     if json_path is not None:
-        Path(json_path).write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+        values = {"machine": asdict(this_machine()), "rows": [asdict(row) for row in rows]}
+        Path(json_path).write_text(json.dumps(values, indent=2) + "\n")
+    if plot_path is not None:
+        subtitle = "ms a decode step, each group to its own scale; red: the bytes that must move, at the read rate"
+        Path(plot_path).write_text(bar_chart(chart_groups(rows), "GPU workloads", subtitle))
     return 0
 
 
-HEADER = "workload depth        s  ms/step    tok/s   limit of limit   idle  host ms start s    GiB"
+def chart_groups(rows: Sequence[Row]) -> list[Group]:
+    """Time of a step, a group for each workload."""
+    groups = []
+    for name in dict.fromkeys(row.workload for row in rows):
+        chosen = [row for row in rows if row.workload == name]
+        bars = tuple(
+            Bar(_engine(row), row.ms_per_step, f"{row.ms_per_step:.2f}", row.depth is not None, limit=row.limit_ms)
+            for row in chosen
+        )
+        work = WORKLOADS[name]
+        lengths = f"{'up to ' if work.mixed else ''}{work.prompt_tokens} + {work.max_tokens} tokens"
+        title = f"{name}: {work.shape}, {work.num_requests} requests of {lengths}"
+        groups.append(Group(title, bars, scale=1 / max(row.ms_per_step for row in chosen)))
+    return groups
+
+
+def _engine(row: Row) -> str:
+    return row.engine if row.depth is None else f"{row.engine}, depth {row.depth}"
+
+
+HEADER = "workload engine                       s  ms/step    tok/s   limit of limit   idle  host ms start s    GiB"
 
 
 def _line(row: Row) -> str:
     from gapless.report import idle_line
 
-    return (
-        f"{row.workload:>8} {row.depth:>5} {row.seconds:>8.2f} {row.ms_per_step:>8.3f} {row.tokens_per_s:>8.0f} "
-        f"{row.limit_ms:>7.3f} {row.limit_share:>8.1%} {row.idle_share:>6.1%} {row.host_ms_per_step:>8.3f} "
-        f"{row.start_s:>7.1f} {row.peak_gib:>6.1f}\n{'':>15}{idle_line(row.idle_by_cause, row.seconds)}"
+    ours = f"{'':>15}"
+    if row.idle_share is not None:
+        ours = f"{row.idle_share:>6.1%} {row.host_ms_per_step:>8.3f}"
+    line = (
+        f"{row.workload:>8} {_engine(row):<27}{row.seconds:>5.2f} {row.ms_per_step:>8.3f} {row.tokens_per_s:>8.0f} "
+        f"{row.limit_ms:>7.3f} {row.limit_share:>8.1%} {ours} {row.start_s:>7.1f} {row.peak_gib:>6.1f}"
     )
+    return f"{line}\n{'':>9}{idle_line(row.idle_by_cause, row.seconds)}" if row.idle_by_cause else line

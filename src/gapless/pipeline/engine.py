@@ -210,6 +210,10 @@ class Engine:
         name = label or f"depth {self.depth}"
         return self._recorder.timeline(name, None if before is None else before.time_s, **facts)
 
+    def capture_cost(self) -> str:
+        """What capturing graphs took at the start, in words; empty where there are none."""
+        return self._built.capture_cost
+
     def close(self) -> None:
         """Abort what runs, deliver that, and stop. Can be called again."""
         with self._lock:

@@ -67,6 +67,7 @@ class Built:
     resolved: Resolved
     device: Device
     runner: Runner | GraphRunner | NativeRunner
+    capture_cost: str = ""  # what capturing graphs took, in words
 
 
 def resolve(options: EngineOptions, source: ModelSource) -> Resolved:
@@ -109,7 +110,8 @@ def build(options: EngineOptions, source: ModelSource, progress: Progress | None
         from gapless.runner.graphs import GraphRunner  # needs Triton, which only GPU installations have
 
         mixed = _weight_bytes(config, resolved.dtype) < MIXED_GRAPHS_BELOW_BYTES
-        return Built(resolved, device, GraphRunner(runner, model, attention, resolved.limits, progress, mixed=mixed))
+        graphs = GraphRunner(runner, model, attention, resolved.limits, progress, mixed=mixed)
+        return Built(resolved, device, graphs, str(graphs.cost))
     return Built(resolved, device, runner)
 
 
