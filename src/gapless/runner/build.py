@@ -126,7 +126,7 @@ def assemble(
     if isinstance(model, NativeModel):
         layers = kv.buffer.tensor.view(limits.num_blocks + 1, config.num_layers, -1).unbind(1)
         return Built(resolved, device, NativeRunner(device, limits, model, kv), layers)
-    layers = tuple(pool.unflatten(0, (-1, limits.block_size)) for pool in kv.pools)
+    layers = tuple(pool.view(-1, limits.block_size, *pool.shape[1:]) for pool in kv.pools)
     attention = _attention(device, kv, config, limits, batch_invariant)
     runner = Runner(device, limits, model, kv, attention, _sampler(device), resolved.slow_reason)
     if device.torch_device.type in GRAPH_DEVICES:
