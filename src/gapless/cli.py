@@ -30,7 +30,7 @@ SAMPLING_HELP = {
     "ignore_eos": "go on past the end-of-sequence token",
 }
 
-CHECK_OPTIONS = ("model", "device", "dtype", "load_format", "num_threads", "batch_invariant", "seed")
+CHECK_OPTIONS = ("model", "device", "dtype", "load_format", "num_threads", "native", "batch_invariant", "seed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

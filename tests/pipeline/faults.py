@@ -60,7 +60,7 @@ class ToyStage:
     def cast(self, block_size: int) -> Cast:
         limits = self.room.limits(block_size)
         runner = toy_runner(CpuDevice(driver=InlineDriver()), limits)
-        return Cast(runner, [runner.buffers[1].tensor], limits)
+        return Cast(runner, [runner.buffers[1].tensor.view(-1, block_size)], limits)
 
     def device(self, order: int | None, *, threads: bool, check: bool) -> Device:
         return fresh_device("cpu", order, threads=threads, check=check)

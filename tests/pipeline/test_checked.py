@@ -63,9 +63,9 @@ class Idle:
 
 def test_freed_blocks_are_poisoned_and_new_ones_cleaned() -> None:
     pools = [torch.ones(8, 2, 3) for _ in range(2)]
-    runner = PoisoningRunner(Idle(), pools, 2)  # type: ignore[arg-type]
+    runner = PoisoningRunner(Idle(), [pool.view(4, 2, 2, 3) for pool in pools])  # type: ignore[arg-type]
     plan = SimpleNamespace(step=1)
-    runner.expect(plan, Touched(np.array([1]), np.array([2]), np.array([2, 4])))  # type: ignore[arg-type]
+    runner.expect(plan, Touched(np.array([1]), np.array([2]), np.array([1, 2])))  # type: ignore[arg-type]
     out = torch.zeros(4, dtype=torch.int32)
     runner.step(plan, out, out)  # type: ignore[arg-type]
     for pool in pools:

@@ -36,7 +36,7 @@ def stage() -> ModelStage:
 
 
 def inexact(stage: ModelStage) -> Inexact:
-    return Inexact(stage.model, stage.config, stage.room, tokenizer=stage.tokenizer)
+    return Inexact(stage.model, stage.resolved, stage.room, stage.tokenizer)
 
 
 def late_token(original):

@@ -36,7 +36,7 @@ LONGEST_PROMPT = 512  # tokens; more would only make the check slower
 NUM_ROWS = 8
 BLOCK_SIZES = {"cpu": (4, 8, 16), "cuda": (16,)}
 STEADY_SHARE = 0.5  # of the schedules, where only the same batches can be compared
-KEPT_OPTIONS = ("device", "dtype", "load_format", "num_threads", "batch_invariant", "seed")
+KEPT_OPTIONS = ("device", "dtype", "load_format", "num_threads", "native", "batch_invariant", "seed")
 
 RULES = "You are a helpful assistant. Answer in one sentence, in plain words, and do not repeat the question."
 PROMPTS = (
@@ -63,16 +63,13 @@ def check(args: argparse.Namespace, options: EngineOptions) -> int:
     stage, asks = _set_up(options, args.prompts, args.steps)
     judge = Judge(stage, args.steps)
     tally = Tally()
-    print(
-        f"{'model':11} {options.model} on {stage.resolved.device_name}, {_dtypes(stage)}, {len(asks)} prompts",
-        flush=True,
-    )
+    print(f"{'model':11} {options.model} on {_about(stage)}, {len(asks)} prompts", flush=True)
     with progress_bar("checking", args.seeds * len(DEPTHS), "schedule") as bar:
         schedules = (_schedule(seed, asks, stage, args.steps) for seed in range(args.seeds))
         found = examine(judge, schedules, DEPTHS, tally, lambda verdict: bar.advance(1, verdict.num_compared))
     print("\n".join(report.lines(tally, judge.comparison)))
     if args.json is not None:
-        about = {"model": options.model, "device": stage.resolved.device_name, "dtypes": _dtypes(stage)}
+        about = {"model": options.model, "on": _about(stage)}
         value = report.to_json(tally, judge.comparison, about)
         Path(args.json).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     if found is not None:
@@ -185,7 +182,7 @@ def _tokens(tokenizer: Tokenizer | None, line: Line) -> Sequence[int]:
     return tokenizer.encode(line.prompt)
 
 
-def _dtypes(stage: ModelStage) -> str:
-    return ", KV cache ".join(
-        str(dtype).removeprefix("torch.") for dtype in (stage.resolved.dtype, stage.resolved.kv_dtype)
-    )
+def _about(stage: ModelStage) -> str:
+    resolved = stage.resolved
+    dtype, kv_dtype = (str(dtype).removeprefix("torch.") for dtype in (resolved.dtype, resolved.kv_dtype))
+    return f"{resolved.device_name}{', native' if resolved.native else ''}, {dtype}, KV cache {kv_dtype}"

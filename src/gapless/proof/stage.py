@@ -109,7 +109,7 @@ class ModelStage:
 
     @property
     def exact(self) -> bool:
-        """Whether a token may not depend on what else is in the batch. Native steps keep to that without being asked."""
+        """Whether a token may not depend on what else is in the batch. Native steps never do."""
         return self._batch_invariant or isinstance(self.model, NativeModel) or self.has_ties
 
     @property

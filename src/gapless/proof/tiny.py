@@ -54,7 +54,7 @@ def tiny_stage(family: str, seed: int = 0) -> ModelStage:
 
     with torch.inference_mode():
         model = CausalLM(config, read)
-    resolved = Resolved(config, "cpu", torch.float32, torch.float32, 0, ROOM.limits(LONE_BLOCK_SIZE))
+    resolved = Resolved(config, "cpu", torch.float32, torch.float32, 0, ROOM.limits(LONE_BLOCK_SIZE), native=False)
     return ModelStage(model, resolved, ROOM, _tokenizer())
 
 
