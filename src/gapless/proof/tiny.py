@@ -18,10 +18,11 @@ from gapless.models.config import ModelConfig
 from gapless.models.llama import CausalLM, weight_shapes
 from gapless.proof.stage import LONE_BLOCK_SIZE, ModelStage, Room
 from gapless.runner.build import Resolved
+from gapless.runner.native import NativeModel
 from gapless.text.parts import TokenizerParts
 from gapless.text.tokenizer import Tokenizer
 
-TINY = "tiny/"  # a model of this module by name: tiny/llama/0
+TINY = "tiny/"  # a model of this module by name: tiny/llama/0, or tiny/llama/0/native
 VOCAB_SIZE = 97
 SPREAD = 0.2
 ROOM = Room(num_rows=8, num_places=512, max_batch_tokens=96, max_model_len=96)
@@ -35,14 +36,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def named_stage(name: str) -> ModelStage:
-    """The stage of `tiny/family/seed`. Raises ConfigError."""
-    _, family, seed = [*name.split("/"), "", ""][:3]
-    if family not in FAMILIES or not seed.isdigit():
+    """The stage of `tiny/family/seed` or `tiny/family/seed/native`. Raises ConfigError."""
+    _, family, seed, kind = [*name.split("/"), "", "", ""][:4]
+    if family not in FAMILIES or not seed.isdigit() or kind not in ("", "native"):
         raise ConfigError(f"{name}: a tiny model is tiny/FAMILY/SEED with one of {', '.join(FAMILIES)}")
-    return tiny_stage(family, int(seed))
+    return tiny_stage(family, int(seed), native=kind == "native")
 
 
-def tiny_stage(family: str, seed: int = 0) -> ModelStage:
+def tiny_stage(family: str, seed: int = 0, *, native: bool = False) -> ModelStage:
     """A stage with a random model of the family."""
     config = ModelConfig.from_hf(_raw_config(**FAMILIES[family]))
     shapes = weight_shapes(config)
@@ -53,8 +54,8 @@ def tiny_stage(family: str, seed: int = 0) -> ModelStage:
         return torch.empty(shapes[name]).normal_(mean, SPREAD, generator=generator)
 
     with torch.inference_mode():
-        model = CausalLM(config, read)
-    resolved = Resolved(config, "cpu", torch.float32, torch.float32, 0, ROOM.limits(LONE_BLOCK_SIZE), native=False)
+        model = NativeModel(config, read) if native else CausalLM(config, read)
+    resolved = Resolved(config, "cpu", torch.float32, torch.float32, 0, ROOM.limits(LONE_BLOCK_SIZE), native=native)
     return ModelStage(model, resolved, ROOM, _tokenizer())
 
 
