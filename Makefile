@@ -12,7 +12,8 @@ GET_CHROMIUM := if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	else echo "no Chromium, and no right to install it: tests of the report page will be skipped"; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint bench clean
+FUZZ_SECONDS ?= 600
+.PHONY: help run test test-all lint bench mutants fuzz clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +36,12 @@ lint: $(DEV_STAMP)  ## ruff and mypy
 bench: $(DEV_STAMP)  ## host cost, and throughput side by side with installed peers
 	@$(BIN)/gapless bench host
 	@$(BIN)/gapless bench offline --peers
+
+mutants: $(DEV_STAMP)  ## make one mistake after another in the engine: each must be seen
+	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/pipeline/faults.py
+
+fuzz: $(DEV_STAMP)  ## random workloads against every check, for FUZZ_SECONDS (600)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m gapless.proof.fuzz --seconds $(FUZZ_SECONDS)
 
 clean:  ## remove the environment and all caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,6 +18,7 @@ LEAVES = ("errors", "config", "progress")
 VALUES = ("core.params", "core.outcome", "core.request")
 TOP_LEVEL = ("client", "llm", "async_llm", "report", "batch_file", "commands", "cli")
 BENCH = ("bench",)
+PROOF = ("proof",)
 
 # who -> what of the package it may import, besides itself; a name stands for all below it
 LAW: dict[str, tuple[str, ...]] = {
@@ -49,9 +50,10 @@ LAW: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(TOP_LEVEL, ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES)),
     "cli": ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES, *BENCH),
+    "commands": ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES, *PROOF),
     "__init__": ("async_llm", "client", "core.params", "errors", "llm"),
 }
-FREE = BENCH  # takes the engine apart to measure it
+FREE = BENCH + PROOF  # take the engine apart, to measure it and to check it
 NO_TORCH = ("errors", "config", "progress", "core", "native", "text", "trace")
 MAY_SAY_CUDA = ("device/cuda.py", "runner/graphs.py", "runner/graph_kernels.py", "attention/triton.py", "kernels.py")
 

@@ -43,7 +43,7 @@ def test_command_parses(arguments: list[str]) -> None:
 
 def test_every_command_is_shown() -> None:
     shown = {call[0] for call in commands("gapless")}
-    assert shown == {"run", "generate", "trace", "compare", "info", "bench"}
+    assert shown == {"run", "generate", "trace", "compare", "info", "check", "bench"}
     assert {call[1] for call in commands("gapless") if call[0] == "bench"} == {"host", "offline"}
 
 

@@ -30,6 +30,8 @@ SAMPLING_HELP = {
     "ignore_eos": "go on past the end-of-sequence token",
 }
 
+CHECK_OPTIONS = ("model", "device", "dtype", "load_format", "num_threads", "native", "batch_invariant", "seed")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `gapless` command."""
@@ -95,6 +97,15 @@ def build_parser() -> argparse.ArgumentParser:
     info = _command(commands, "info", "show device, data types, KV cache and limits", _info)
     add_engine_options(info, without=("trace",))
 
+    check = _command(commands, "check", "check that asynchronous batching gives what synchronous does", _check)
+    check.add_argument("--prompts", metavar="FILE", help="prompts as for run; default: a few built-in ones")
+    check.add_argument("--steps", type=int, default=8, help="tokens to generate for each prompt at most (default: 8)")
+    check.add_argument("--seeds", type=int, default=20, help="random schedules, each at depth 1, 2, 3 (default: 20)")
+    check.add_argument("--json", metavar="FILE", help="write the counts here as JSON")
+    check.add_argument("--save", metavar="FILE", default="gapless-check.json", help="where a failing schedule goes")
+    check.add_argument("--replay", metavar="FILE", help="play a failing schedule again, and nothing else")
+    add_engine_options(check, only=CHECK_OPTIONS)
+
     bench = commands.add_parser("bench", help="measure", description="Measure.")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     host = _command(kinds, "host", "host cost of a step, model stubbed out", _bench_host)
@@ -115,11 +126,13 @@ def _command(group: Any, name: str, text: str, handler: Callable[[Any], int]) ->
     return parser
 
 
-def add_engine_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+def add_engine_options(
+    parser: argparse.ArgumentParser, without: Sequence[str] = (), only: Sequence[str] | None = None
+) -> None:
     """A flag for each field of EngineOptions but those without meaning for the command."""
     group = parser.add_argument_group("engine")
     for field in dataclasses.fields(EngineOptions):
-        if field.name in without:
+        if field.name in without or (only is not None and field.name not in only):
             continue
         text = field.metadata["help"] + ("" if field.default is None else f" (default: {field.default})")
         _add_flag(group, field.name, field.default, text, EngineOptions)
@@ -198,6 +211,12 @@ def _info(args: argparse.Namespace) -> int:
     from gapless.commands.info import info
 
     return info(engine_options(args))
+
+
+def _check(args: argparse.Namespace) -> int:
+    from gapless.commands.check import check
+
+    return check(args, engine_options(args))
 
 
 def _bench_host(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gapless.device.base import Buffer, Stream
-from gapless.device.checker import CheckedDevice
+from gapless.device.checker import POISON, CheckedDevice
 from gapless.device.cpu import CpuDevice
 from gapless.errors import RaceError
 
@@ -252,3 +252,33 @@ def test_accesses_are_counted_and_work_is_passed_on(bench: Bench) -> None:
     bench.order(bench.compute, None)
     assert (log, bench.device.checker.num_accesses) == (["ran"], 2)
     assert len(bench.device.timer().read()) == 6
+
+
+def test_a_released_buffer_may_not_be_read_before_it_is_written(bench: Bench) -> None:
+    bench.write(None)
+    bench.device.release("collect 3", (bench.x,))
+    with pytest.raises(RaceError) as caught:
+        bench.read(bench.h2d)
+    assert str(caught.value) == (
+        "h2d read (h2d) reads 'x', which nobody has written since collect 3 released it (generation 1)"
+    )
+    bench.write(None)
+    bench.read(bench.h2d)
+
+
+def test_a_buffer_may_not_be_released_while_a_stream_uses_it(bench: Bench) -> None:
+    bench.write(None)
+    bench.read(bench.h2d)
+    with pytest.raises(RaceError, match=r"collect \(host\) releases 'x' with no event after h2d read"):
+        bench.device.release("collect", (bench.x,))
+    bench.order(bench.h2d, None)
+    bench.device.release("collect", (bench.x, bench.y))
+
+
+def test_released_buffers_hold_poison_and_have_a_generation(bench: Bench) -> None:
+    checker = bench.device.checker
+    assert checker.generation(bench.x) == 0
+    for count in (1, 2):
+        bench.x.array[:] = 7
+        bench.device.release("collect", (bench.x,))
+        assert (bench.x.array[0], checker.generation(bench.x), checker.generation(bench.y)) == (POISON, count, 0)

@@ -1,7 +1,8 @@
-"""The executor with one thing wrong, a table of such mistakes, and the device that makes them possible.
+"""The executor with one thing wrong: a table of such mistakes, and the device that makes them possible.
 
-`ScriptedDevice` writes down what one launch puts on the streams; a mutant edits that script before it is played to the
-real device. In the order of `LocalExecutor.launch` the script is
+`faults.py` has the mistakes of everybody else, and runs both. `ScriptedDevice` writes down what one launch puts on the
+streams; a mutant edits that script before it is played to the real device. In the order of `LocalExecutor.launch` the
+script is
 
     h2d.run  h2d.record(h2d_over)  compute.wait(h2d_over)  compute.run  compute.record(compute_over)
     d2h.wait(compute_over)  d2h.run  d2h.record(d2h_over)
@@ -66,7 +67,7 @@ class ScriptedDevice:
         self.torch_device, self.num_cores = inner.torch_device, inner.num_cores
         self.h2d, self.compute, self.d2h = (ScriptedStream(name, self._script) for name in ("h2d", "compute", "d2h"))
         self.event, self.buffer, self.touch, self.close = inner.event, inner.buffer, inner.touch, inner.close
-        self.kv_budget, self.timer = inner.kv_budget, inner.timer
+        self.release, self.kv_budget, self.timer = inner.release, inner.kv_budget, inner.timer
 
     def play(self, edit: Edit) -> None:
         for line in edit(list(self._script)):

@@ -32,6 +32,11 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
 
+    @property
+    def free(self) -> Sequence[int]:
+        """Blocks whose content is nobody's."""
+        return self._free
+
     def allocate(self) -> int | None:
         """A block of one's own, or None when all are in use."""
         if self._free:

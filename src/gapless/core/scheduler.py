@@ -374,6 +374,8 @@ class Scheduler:
         self.pool.check([self.rows.blocks[row, : self.rows.num_blocks[row]].tolist() for row in seated])
         assert len(seated) == self.rows.num_rows - self.rows.num_free == self.num_running
         assert self._prefilling == [row for row in _by_arrival(self.rows, seated) if not self.rows.decoding[row]]
+        known = [self.rows.num_chained[row] * self.limits.block_size <= self.rows.num_tokens[row] for row in seated]
+        assert all(known), "a block can be found whose tokens nobody knows yet"
         arrivals = [request.arrival for request in self._waiting.values()]
         assert arrivals == sorted(arrivals), "the queue lost its order"
 

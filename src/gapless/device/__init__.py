@@ -17,13 +17,19 @@ def pick_device(name: str) -> str:
     return name
 
 
-def open_device(name: str, *, seed: int | None = None, check: bool = False) -> Device:
-    """A device by the name that `pick_device` gave. With `check`, every overlap on it is checked."""
+def open_device(name: str, *, seed: int | None = None, jitter: int | None = None, check: bool = False) -> Device:
+    """A device by the name that `pick_device` gave. With `check`, every overlap on it is checked.
+
+    `seed` chooses the order in which streams run, on a CPU; `jitter` shakes the timing, on any device.
+    """
     from gapless.device.checker import CheckedDevice
     from gapless.device.cpu import CpuDevice
     from gapless.device.cuda import CudaDevice
+    from gapless.device.jitter import JitterDevice
 
     if name == "cuda" and seed is not None:
         raise ConfigError("interleave: the order of streams can be chosen on the CPU device only")
     device: Device = CudaDevice() if name == "cuda" else CpuDevice(seed=seed)
+    if jitter is not None:
+        device = JitterDevice(device, jitter)
     return CheckedDevice(device) if check else device

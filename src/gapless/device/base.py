@@ -57,6 +57,9 @@ class Stream(Protocol):
     def wait(self, event: Event) -> None:
         """Queue a wait for the latest record of `event`."""
 
+    def pause(self, delay_s: float) -> None:
+        """Queue a delay. For checks that want another timing."""
+
 
 H2D, COMPUTE, D2H = range(3)  # the parts of a step, as a timer numbers them
 NEVER = float("nan")
@@ -104,6 +107,9 @@ class Device(Protocol):
 
     def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
         """Declare that the host accesses these buffers now."""
+
+    def release(self, label: str, buffers: Sequence[Buffer]) -> None:
+        """Declare that what these buffers hold is over: nobody may read it before it is written again."""
 
     def kv_budget(self, dry_run: Callable[[], None]) -> int:
         """Bytes that a KV cache may take by default, when a step needs what `dry_run` needs besides."""

@@ -1,8 +1,9 @@
 """A device that raises when two overlapping accesses of one buffer are not ordered by an event.
 
 Wraps any device. Keeps a vector clock for the host and for each stream, moved forward by `record`, `wait` and
-`synchronize` as they are queued, so that a race is found whatever the timing of this run happened to be.
-Sees what `run` and `touch` name, and nothing else.
+`synchronize` as they are queued, so that a race is found whatever the timing of this run happened to be. A released
+buffer gets a new generation and is filled with poison: a read before the next write raises, and one that was not
+declared shows as nonsense. Sees what `run`, `touch` and `release` name, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gapless.device.base import Buffer, Device, Event, Stream, Timer
 from gapless.errors import RaceError
 
 HOST = "host"
+POISON = 0x5A5A5A5A  # no token, no row, no block
 Clock = dict[str, int]  # actor -> how much of its past is known to lie before
 
 
@@ -40,10 +42,12 @@ class Access:
 
 @dataclass
 class History:
-    """What is known of one buffer: its last write, and each actor's last read since."""
+    """What is known of one buffer: its last write, each actor's last read since, and who gave it back unwritten."""
 
     write: Access | None = None
     reads: dict[str, Access] = field(default_factory=dict)
+    released: Access | None = None  # None once it is written again
+    generation: int = 0  # how often it was released
 
 
 class Checker:
@@ -68,12 +72,32 @@ class Checker:
             self._write(buffer, Access(actor, clock[actor], label, "writes"), clock)
         self.num_accesses += len(reads) + len(writes)
 
+    def release(self, label: str, buffers: Sequence[Buffer]) -> None:
+        """The host gives the buffers back: as a write, it must come after every other access."""
+        clock = self.clock(HOST)
+        clock[HOST] += 1
+        for buffer in buffers:
+            access = Access(HOST, clock[HOST], label, "releases")
+            self._write(buffer, access, clock)
+            history = self._history(buffer)
+            history.released = access
+            history.generation += 1
+        self.num_accesses += len(buffers)
+
+    def generation(self, buffer: Buffer) -> int:
+        return self._history(buffer).generation
+
     def _history(self, buffer: Buffer) -> History:
         return self._histories.setdefault(id(buffer), (buffer, History()))[1]
 
     def _read(self, buffer: Buffer, access: Access, clock: Clock) -> None:
         history = self._history(buffer)
         _require(history.write, access, clock, buffer)
+        if history.released is not None:
+            raise RaceError(
+                f"{access.label} ({access.actor}) reads '{buffer.name}', which nobody has written since "
+                f"{history.released.label} released it (generation {history.generation})"
+            )
         history.reads[access.actor] = access
 
     def _write(self, buffer: Buffer, access: Access, clock: Clock) -> None:
@@ -83,6 +107,7 @@ class Checker:
             _require(read, access, clock, buffer)
         history.write = access
         history.reads.clear()
+        history.released = None
 
 
 def _require(earlier: Access | None, later: Access, clock: Clock, buffer: Buffer) -> None:
@@ -91,6 +116,10 @@ def _require(earlier: Access | None, later: Access, clock: Clock, buffer: Buffer
             f"{later.label} ({later.actor}) {later.verb} '{buffer.name}' with no event after "
             f"{earlier.label} ({earlier.actor}), which {earlier.verb} it"
         )
+
+
+def _fill(tensor: torch.Tensor) -> None:
+    tensor.fill_(POISON)
 
 
 class CheckedEvent:
@@ -140,6 +169,9 @@ class CheckedStream:
         _join(self._checker.clock(self.name), event.known)
         self._inner.wait(event.inner)
 
+    def pause(self, delay_s: float) -> None:
+        self._inner.pause(delay_s)
+
 
 class CheckedDevice:
     """Any device, checked."""
@@ -165,6 +197,22 @@ class CheckedDevice:
     def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
         self.checker.access(HOST, label, reads, writes)
         self._inner.touch(label, reads=reads, writes=writes)
+
+    def release(self, label: str, buffers: Sequence[Buffer]) -> None:
+        self.checker.release(label, buffers)
+        self._inner.release(label, buffers)
+        for buffer in buffers:
+            self._poison(buffer.tensor)
+
+    def _poison(self, tensor: torch.Tensor) -> None:
+        """The host is known to be last; where it cannot write itself, it waits for a stream that has little to do."""
+        if tensor.device.type == "cpu":
+            tensor.fill_(POISON)
+            return
+        over = self._inner.event("poisoned")
+        self._inner.h2d.run(lambda: _fill(tensor), "poison")
+        self._inner.h2d.record(over)
+        over.synchronize()
 
     def kv_budget(self, dry_run: Callable[[], None]) -> int:
         return self._inner.kv_budget(dry_run)

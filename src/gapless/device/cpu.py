@@ -102,6 +102,9 @@ class CpuStream:
         if fence is not None:
             self._submit(self, Op(lambda: self._inherit(fence), after=fence))
 
+    def pause(self, delay_s: float) -> None:
+        self._submit(self, Op(lambda: time.sleep(delay_s)))
+
     def _guard(self, fn: Callable[[], None]) -> None:
         if self._error is not None:
             return
@@ -253,6 +256,9 @@ class CpuDevice:
         return Buffer(name, torch.from_numpy(pages).view(dtype).view(tuple(shape)), host=host)
 
     def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
+        pass
+
+    def release(self, label: str, buffers: Sequence[Buffer]) -> None:
         pass
 
     def kv_budget(self, dry_run: Callable[[], None]) -> int:

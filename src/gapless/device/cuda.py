@@ -15,6 +15,7 @@ from gapless.device.base import COMPUTE, D2H, H2D, NEVER, Buffer, Event, Stream
 
 ANCHOR_TRIES = 8
 RESERVE_BYTES = 6 * 2**30  # for captured graphs, the libraries' workspaces, and what the allocator cannot use
+CYCLES_PER_S = 1.5e9  # about: of the clock that a pause counts
 
 
 class CudaEvent:
@@ -52,6 +53,10 @@ class CudaStream:
     def wait(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
         self.inner.wait_event(event.inner)
+
+    def pause(self, delay_s: float) -> None:
+        with torch.cuda.stream(self.inner):
+            torch.cuda._sleep(int(delay_s * CYCLES_PER_S))
 
 
 class CudaClock:
@@ -157,6 +162,9 @@ class CudaDevice:
         return Buffer(name, tensor, host=False)
 
     def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
+        pass
+
+    def release(self, label: str, buffers: Sequence[Buffer]) -> None:
         pass
 
     def kv_budget(self, dry_run: Callable[[], None]) -> int:

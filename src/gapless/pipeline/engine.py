@@ -25,8 +25,9 @@ from gapless.core.request import Request, int_array
 from gapless.core.scheduler import Scheduler
 from gapless.errors import EngineClosed, InvalidRequest
 from gapless.models.source import ModelSource
+from gapless.pipeline.checked import CheckedExecutor
 from gapless.pipeline.depth import AutoDepth, FixedDepth
-from gapless.pipeline.executor import LocalExecutor
+from gapless.pipeline.executor import Executor, LocalExecutor
 from gapless.pipeline.loop import Depth, run_loop
 from gapless.runner.build import Built, Resolved, build, resolve
 from gapless.trace.recorder import Recorder
@@ -95,9 +96,7 @@ class Engine:
         )
         self._depth: Depth = FixedDepth(int(options.depth)) if fixed else AutoDepth(AUTO_DEPTHS)
         num_slots = int(options.depth) if fixed else max(AUTO_DEPTHS)
-        self._executor = LocalExecutor(
-            self._built.device, self._built.runner, self.resolved.limits, num_slots, self._recorder
-        )
+        self._executor = self._make_executor(num_slots)
         self._inbox: queue.SimpleQueue[Submit | Abort | Close] = queue.SimpleQueue()
         self._subscribers: dict[str, Deliver] = {}
         self._closing = False
@@ -106,6 +105,13 @@ class Engine:
         self._lock = threading.Lock()  # of what callers share: closing and the request count
         self._thread = threading.Thread(target=self._run, name="gapless-loop", daemon=True)
         self._thread.start()
+
+    def _make_executor(self, num_slots: int) -> Executor:
+        make = partial(LocalExecutor, recorder=self._recorder)
+        device, runner, limits = self._built.device, self._built.runner, self.resolved.limits
+        if self.options.check:
+            return CheckedExecutor(device, runner, limits, num_slots, self._scheduler, self._built.layers, make)
+        return make(device, runner, limits, num_slots)
 
     # -- callers' side -------------------------------------------------------------------------------------------
 

@@ -144,6 +144,7 @@ class LocalExecutor:
         finally:
             if self._recorder is not None:
                 self._recorder.collected(slot.timer.read())
+            self._device.release(f"collect {ticket.plan.step}", slot.buffers)
             self._free.append(slot)
         return results
 

@@ -29,6 +29,10 @@ class Slot:
     d2h_over: Event
     timer: Timer
 
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        return self.host_in, self.device_in, self.device_out, self.host_out
+
 
 def make_slot(device: Device, index: int, capacity: int, result_capacity: int) -> Slot:
     """A slot whose buffers and events carry its index in their names."""

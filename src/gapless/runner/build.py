@@ -6,7 +6,7 @@ Owns the sizing: data types, lengths, and how many blocks fit. Nothing here runs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,7 @@ class Built:
     resolved: Resolved
     device: Device
     runner: Runner | GraphRunner | NativeRunner
+    layers: Sequence[torch.Tensor]  # the KV memory of each layer, blocks first, however a block is laid out
     capture_cost: str = ""  # what capturing graphs took, in words
 
 
@@ -81,10 +82,21 @@ def resolve(options: EngineOptions, source: ModelSource) -> Resolved:
 
 def build(options: EngineOptions, source: ModelSource, progress: Progress | None = None) -> Built:
     """Load the model and lay out its memory. `progress(done, total)` counts weights, then graphs."""
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
     config = load_config(source)
     device = open_device(pick_device(options.device), seed=options.interleave, check=options.check)
+    model = load(options, source, config, device, progress)
+    num_rows, num_tokens = _sizes(options, device)
+    dry_run = partial(_dry_run, model, config, device, num_rows, num_tokens)
+    resolved = _resolve(options, config, device, dry_run)
+    return assemble(device, model, resolved, batch_invariant=options.batch_invariant, progress=progress)
+
+
+def load(
+    options: EngineOptions, source: ModelSource, config: ModelConfig, device: Device, progress: Progress | None = None
+) -> CausalLM | NativeModel:
+    """The weights, on the device."""
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
     weights: dict[str, Any] = {
         "dtype": _dtypes(options, device)[0],
         "device": device.torch_device,
@@ -94,25 +106,36 @@ def build(options: EngineOptions, source: ModelSource, progress: Progress | None
         "progress": progress,
     }
     if _native(options, device)[0]:
-        packed = load_native(source, config, **weights)
-        resolved = _resolve(options, config, device, dry_run=lambda: None)
-        kv = _kv_store(device, config, resolved)
-        return Built(resolved, device, NativeRunner(device, resolved.limits, packed, kv))
+        return load_native(source, config, **weights)
     if options.batch_invariant and device.torch_device.type in NATIVE_DEVICES:
         raise ConfigError("batch_invariant: on a CPU only native steps are (option native, and a C++ compiler)")
-    model = load_model(source, config, batch_invariant=options.batch_invariant, **weights)
-    num_rows, num_tokens = _sizes(options, device)
-    resolved = _resolve(options, config, device, partial(_dry_run, model, config, device, num_rows, num_tokens))
+    return load_model(source, config, batch_invariant=options.batch_invariant, **weights)
+
+
+def assemble(
+    device: Device,
+    model: CausalLM | NativeModel,
+    resolved: Resolved,
+    *,
+    batch_invariant: bool = False,
+    progress: Progress | None = None,
+) -> Built:
+    """A runner for a loaded model, with rows and KV memory of its own."""
+    config, limits = resolved.model, resolved.limits
     kv = _kv_store(device, config, resolved)
-    attention = _attention(device, kv, config, resolved.limits, options.batch_invariant)
-    runner = Runner(device, resolved.limits, model, kv, attention, _sampler(device), resolved.slow_reason)
+    if isinstance(model, NativeModel):
+        layers = kv.buffer.tensor.view(limits.num_blocks + 1, config.num_layers, -1).unbind(1)
+        return Built(resolved, device, NativeRunner(device, limits, model, kv), layers)
+    layers = tuple(pool.view(-1, limits.block_size, *pool.shape[1:]) for pool in kv.pools)
+    attention = _attention(device, kv, config, limits, batch_invariant)
+    runner = Runner(device, limits, model, kv, attention, _sampler(device), resolved.slow_reason)
     if device.torch_device.type in GRAPH_DEVICES:
         from gapless.runner.graphs import GraphRunner  # needs Triton, which only GPU installations have
 
         mixed = _weight_bytes(config, resolved.dtype) < MIXED_GRAPHS_BELOW_BYTES
-        graphs = GraphRunner(runner, model, attention, resolved.limits, progress, mixed=mixed)
-        return Built(resolved, device, graphs, str(graphs.cost))
-    return Built(resolved, device, runner)
+        graphs = GraphRunner(runner, model, attention, limits, progress, mixed=mixed)
+        return Built(resolved, device, graphs, layers, str(graphs.cost))
+    return Built(resolved, device, runner, layers)
 
 
 def load_native(
@@ -144,8 +167,12 @@ def _resolve(options: EngineOptions, model: ModelConfig, device: Device, dry_run
 
 
 @torch.inference_mode()
-def _dry_run(model: CausalLM, config: ModelConfig, device: Device, num_rows: int, num_tokens: int) -> None:
+def _dry_run(
+    model: CausalLM | NativeModel, config: ModelConfig, device: Device, num_rows: int, num_tokens: int
+) -> None:
     """The largest step there can be, without attention: what it allocates, no step exceeds by much."""
+    if isinstance(model, NativeModel):
+        return  # has its memory already
     where = device.torch_device
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=where)
 

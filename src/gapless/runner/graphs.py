@@ -100,7 +100,6 @@ class GraphRunner:
         self._model = model
         self._attention = attention
         self._limits = limits
-        self.buffers: Sequence[Buffer] = runner.buffers
         self.ledger: Counter[str] = Counter()  # steps without a graph, by reason
         self.cost = Cost()
         wanted = [
@@ -111,6 +110,8 @@ class GraphRunner:
         size = max(_packed_size(shape) for shape in wanted)
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
         self._out = torch.zeros(max(shape.num_samples for shape in wanted), dtype=torch.int32, device=device)
+        static = (Buffer("graph.in", self._packed, host=False), Buffer("graph.out", self._out, host=False))
+        self.buffers: Sequence[Buffer] = (*runner.buffers, *static)  # graphs share them: one replay at a time
         self._graphs: dict[tuple[Shape, bool], Captured] = {}
         self._decode_shapes: list[Shape] = []  # captured, smallest first
         self._mixed_shapes: list[Shape] = []

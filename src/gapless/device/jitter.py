@@ -1,0 +1,82 @@
+"""A device whose timing is shaken: random short delays of the host and of the streams, drawn from a seed.
+
+Wraps any device, and changes when things happen but never in which order the events allow them. For checks on devices
+whose own order cannot be chosen. Knows nothing of batches or models.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gapless.device.base import Buffer, Device, Event, Stream, Timer
+
+SHARE = 0.4  # of the operations that are held up
+LONGEST_S = 400e-6
+
+
+class JitterStream:
+    """A stream that now and then stands still before its next operation, or whose caller does."""
+
+    def __init__(self, inner: Stream, dice: random.Random) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._dice = dice
+
+    def run(
+        self, fn: Callable[[], None], label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> None:
+        if self._dice.random() < SHARE:
+            self._inner.pause(self._dice.random() * LONGEST_S)
+        if self._dice.random() < SHARE:
+            time.sleep(self._dice.random() * LONGEST_S)
+        self._inner.run(fn, label, reads=reads, writes=writes)
+
+    def record(self, event: Event) -> None:
+        self._inner.record(event)
+
+    def wait(self, event: Event) -> None:
+        self._inner.wait(event)
+
+    def pause(self, delay_s: float) -> None:
+        self._inner.pause(delay_s)
+
+
+class JitterDevice:
+    """Any device, shaken."""
+
+    def __init__(self, inner: Device, seed: int) -> None:
+        dice = random.Random(seed)
+        self._inner = inner
+        self.torch_device = inner.torch_device
+        self.num_cores = inner.num_cores
+        self.h2d: Stream = JitterStream(inner.h2d, dice)
+        self.compute: Stream = JitterStream(inner.compute, dice)
+        self.d2h: Stream = JitterStream(inner.d2h, dice)
+
+    def event(self, name: str) -> Event:
+        return self._inner.event(name)
+
+    def timer(self) -> Timer:
+        return self._inner.timer()
+
+    def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
+        return self._inner.buffer(name, shape, dtype, host=host)
+
+    def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
+        self._inner.touch(label, reads=reads, writes=writes)
+
+    def release(self, label: str, buffers: Sequence[Buffer]) -> None:
+        self._inner.release(label, buffers)
+
+    def kv_budget(self, dry_run: Callable[[], None]) -> int:
+        return self._inner.kv_budget(dry_run)
+
+    def memory_held(self) -> int:
+        return self._inner.memory_held()
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,119 @@
+"""Random workloads against every check, for as long as one likes: `python -m gapless.proof.fuzz --seconds 600`.
+
+Everything at once on tiny models of several families: prefix cache, preemption, aborts, stop strings and tokens,
+seeded draws, minimum lengths, steps that fail, block and chunk sizes, depths 1 to 4. A workload is its seed; one that
+fails is made small and written to a file that `gapless check --replay` plays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from gapless.proof import report
+from gapless.proof.campaign import examine, smallest
+from gapless.proof.draw import Menu, draw_asks, draw_schedule
+from gapless.proof.judge import ALONE, Judge
+from gapless.proof.report import Failure, Tally
+from gapless.proof.schedule import Schedule
+from gapless.proof.stage import ModelStage
+from gapless.proof.tiny import FAMILIES, TINY, named_stage
+from gapless.runner.native import why_not
+
+MENU = Menu(block_sizes=(1, 2, 3, 4, 5, 8, 16), most_requests=10, most_tokens=14, last_arrival=20, failing_share=0.2)
+NUM_MODELS = 2  # of each family
+DEPTHS = (1, 2, 3, 4)
+DEPTHS_A_WORKLOAD = 3
+MOST_FAILURES = 5
+SAY_EVERY_S = 30.0
+
+
+@cache
+def _stage(model: str) -> ModelStage:
+    return named_stage(model)
+
+
+@cache
+def _kinds() -> tuple[str, str]:
+    """Every second model runs native steps, where there are any."""
+    return "", "/native" if why_not(torch.float32) is None else ""
+
+
+def workload(seed: int, number: int) -> tuple[str, Schedule, tuple[int, ...]]:
+    """A model, a schedule and the depths to play it at: all from the two numbers, and whether steps can be native."""
+    dice = random.Random(f"{seed}/{number}")
+    model = f"{TINY}{dice.choice(list(FAMILIES))}/{dice.randrange(NUM_MODELS)}{dice.choice(_kinds())}"
+    stage = _stage(model)
+    asks = draw_asks(dice, stage.config.vocab_size, 8, MENU.most_tokens, text_stops=True)
+    schedule = draw_schedule(dice, asks, stage.room, MENU)
+    return model, schedule, tuple(dice.sample(DEPTHS, DEPTHS_A_WORKLOAD))
+
+
+def run(
+    seed: int, *, most_s: float | None = None, most_workloads: int | None = None, say: Callable[[str], None] = print
+) -> tuple[Tally, int, list[Failure]]:
+    """Play workloads until time or number is up, or a few have failed."""
+    tally, failures, number = Tally(), list[Failure](), 0
+    began = said = time.monotonic()
+    while len(failures) < MOST_FAILURES and number != most_workloads:
+        now = time.monotonic()
+        if most_s is not None and now - began > most_s:
+            break
+        if now - said > SAY_EVERY_S:
+            said = now
+            say(f"{now - began:5.0f} s  {number} workloads, {tally.num_compared} tokens, {len(failures)} failures")
+        try:
+            failure = _try(seed, number, tally)
+        except KeyboardInterrupt:
+            say("interrupted")
+            break
+        if failure is not None:
+            failures.append(failure)
+            say(f"workload {seed}/{number}: {failure.trouble.kind}: {failure.trouble.message}")
+        number += 1
+    return tally, number, failures
+
+
+def _try(seed: int, number: int, tally: Tally) -> Failure | None:
+    model, schedule, depths = workload(seed, number)
+    stage = _stage(model)
+    judge = Judge(stage, MENU.most_tokens)
+    found = examine(judge, [schedule], depths, tally)
+    if found is None:
+        return None
+    small = smallest(judge, found, stage.room)
+    return Failure(model, {}, stage.room, MENU.most_tokens, *small)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m gapless.proof.fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0, help="how long (default: 600)")
+    parser.add_argument("--seed", type=int, default=None, help="where the workloads come from (default: the clock)")
+    parser.add_argument("--save", default=".", metavar="DIR", help="where failing schedules are written")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    seed = args.seed if args.seed is not None else int(time.time())
+    print(f"seed {seed}", flush=True)
+    tally, number, failures = run(seed, most_s=args.seconds, say=lambda text: print(text, flush=True))
+    print(
+        f"{'workloads':11} {number} on {NUM_MODELS * len(FAMILIES)} tiny models; "
+        f"{tally.num_stopped} requests stopped early, {tally.num_failed} failed with their step"
+    )
+    print("\n".join(report.lines(tally, ALONE)))
+    for index, failure in enumerate(failures):
+        path = Path(args.save) / f"fuzz-{seed}-{index}.json"
+        failure.save(path)
+        print(f"{'smallest':11} {failure.schedule.describe()}")
+        print(f"{'replay':11} gapless check --replay {path}")
+    return 0 if tally.passed and not failures else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""A schedule as a value: which requests come before which step, what is aborted, what fails, on how much memory.
+
+Everything that decides a run is in it, so that a schedule and a model give the same run again. Written to JSON and
+read back unchanged. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from gapless.core.limits import Limits
+from gapless.core.params import SamplingParams
+from gapless.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request: what is asked, before which step it comes, and before which it is aborted."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...] = ()  # end-of-sequence and stop tokens, already merged
+    arrival: int = 0
+    abort: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Prompt and output together at most."""
+        return len(self.prompt) + self.params.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A run, fully described."""
+
+    asks: tuple[Ask, ...]
+    num_rows: int
+    num_blocks: int
+    block_size: int
+    max_batch_tokens: int
+    max_model_len: int
+    prefix_cache: bool = True
+    depth: int = 1
+    order: int | None = None  # a seed: of the order of streams, or of delays where there is none to choose
+    threads: bool = False  # on a CPU: streams as threads with delays, as the engine has them, and no chosen order
+    failures: tuple[int, ...] = ()  # steps that raise on the device
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            num_rows=self.num_rows,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_batch_tokens=self.max_batch_tokens,
+            max_model_len=self.max_model_len,
+            prefix_cache=self.prefix_cache,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Schedule:
+        """Raises ConfigError for anything that `to_json` cannot have written."""
+        try:
+            asks = tuple(_ask(item) for item in value["asks"])
+            return cls(**value | {"asks": asks, "failures": tuple(value["failures"])})
+        except (TypeError, KeyError, ValueError) as error:
+            raise ConfigError(f"not a schedule: {error}") from error
+
+    def describe(self) -> str:
+        """One line for people."""
+        tokens = sum(len(ask.prompt) for ask in self.asks)
+        most = sum(ask.params.max_tokens for ask in self.asks)
+        extras = [f"{sum(ask.abort is not None for ask in self.asks)} aborted"] if self._num_aborts else []
+        extras += [f"failing steps {list(self.failures)}"] if self.failures else []
+        extras += ["prefix cache"] if self.prefix_cache else []
+        extras += [f"order {self.order}"] if self.order is not None else []
+        extras += ["threads"] if self.threads else []
+        return (
+            f"depth {self.depth}, {len(self.asks)} requests, {tokens} prompt tokens, {most} to generate, "
+            f"{self.num_rows} rows, {self.num_blocks} blocks of {self.block_size}, "
+            f"{self.max_batch_tokens} tokens a step" + "".join(f", {extra}" for extra in extras)
+        )
+
+    @property
+    def _num_aborts(self) -> int:
+        return sum(ask.abort is not None for ask in self.asks)
+
+
+def _ask(value: Any) -> Ask:
+    tuples = {"prompt": tuple(value["prompt"]), "stop_ids": tuple(value["stop_ids"])}
+    return Ask(**value | tuples | {"params": SamplingParams.from_dict(value["params"])})

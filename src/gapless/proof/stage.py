@@ -1,0 +1,145 @@
+"""Where schedules are played: a model loaded once, and a runner for each block size.
+
+A runner is made for the most that any schedule may ask, and lasts; scheduler, streams and checker are new for each
+schedule. Owns the model and the memory. Knows no schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from gapless.config import EngineOptions
+from gapless.core.limits import Limits
+from gapless.device import open_device
+from gapless.device.base import Device
+from gapless.device.checker import CheckedDevice
+from gapless.device.cpu import CpuDevice, InlineDriver
+from gapless.models.config import ModelConfig
+from gapless.models.llama import CausalLM
+from gapless.models.source import ModelSource
+from gapless.pipeline.executor import StepRunner
+from gapless.runner.build import Resolved, assemble, load, resolve
+from gapless.runner.native import NativeModel
+from gapless.text.tokenizer import Tokenizer
+
+LONE_BLOCK_SIZE = 16  # every device has it
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The most that a schedule on this stage may ask for."""
+
+    num_rows: int
+    num_places: int  # of the KV cache, in tokens
+    max_batch_tokens: int
+    max_model_len: int
+
+    def limits(self, block_size: int) -> Limits:
+        return Limits(
+            num_rows=self.num_rows,
+            num_blocks=-(-self.num_places // block_size),
+            block_size=block_size,
+            max_batch_tokens=self.max_batch_tokens,
+            max_model_len=self.max_model_len,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A runner, and the KV memory it works on."""
+
+    runner: StepRunner
+    layers: Sequence[torch.Tensor]  # blocks first
+    limits: Limits
+
+
+class Stage(Protocol):
+    """What playing a schedule needs."""
+
+    room: Room
+    tokenizer: Tokenizer | None
+
+    def cast(self, block_size: int) -> Cast:
+        """The runner for this block size; the same one each time."""
+
+    def device(self, order: int | None, *, threads: bool, check: bool) -> Device:
+        """A fresh device, whose streams run in the order, or with the delays, of a seed; None: no overlap at all."""
+
+
+class ModelStage:
+    """A stage with a real model."""
+
+    def __init__(
+        self,
+        model: CausalLM | NativeModel,
+        resolved: Resolved,
+        room: Room,
+        tokenizer: Tokenizer | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.model, self.resolved, self.room, self.tokenizer = model, resolved, room, tokenizer
+        self._batch_invariant = batch_invariant
+        self._casts: dict[int, Cast] = {}
+
+    @classmethod
+    def load(
+        cls,
+        options: EngineOptions,
+        source: ModelSource,
+        room: Room,
+        tokenizer: Tokenizer | None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> ModelStage:
+        """Read the model's weights once for all schedules."""
+        resolved = resolve(options, source)
+        device = open_device(resolved.device_name)
+        model = load(options, source, resolved.model, device, progress)
+        device.close()
+        return cls(model, resolved, room, tokenizer, batch_invariant=options.batch_invariant)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.resolved.model
+
+    @property
+    def exact(self) -> bool:
+        """Whether a token may not depend on what else is in the batch. Native steps never do."""
+        return self._batch_invariant or isinstance(self.model, NativeModel) or self.has_ties
+
+    @property
+    def has_ties(self) -> bool:
+        """Whether it may after all where two tokens are equal to within the rounding of float32."""
+        on_cpu = self.resolved.device_name == "cpu" and self.resolved.dtype == torch.float32
+        return on_cpu and isinstance(self.model, CausalLM)
+
+    def dense_model(self) -> CausalLM:
+        """The model as plain torch, for a second opinion on ties."""
+        assert isinstance(self.model, CausalLM)
+        return self.model
+
+    def cast(self, block_size: int) -> Cast:
+        if block_size not in self._casts:
+            limits = self.room.limits(block_size)
+            device = open_device(self.resolved.device_name)
+            resolved = dataclasses.replace(self.resolved, limits=limits)
+            built = assemble(device, self.model, resolved, batch_invariant=self._batch_invariant)
+            device.close()
+            self._casts[block_size] = Cast(built.runner, built.layers, limits)
+        return self._casts[block_size]
+
+    def device(self, order: int | None, *, threads: bool, check: bool) -> Device:
+        return fresh_device(self.resolved.device_name, order, threads=threads, check=check)
+
+
+def fresh_device(name: str, order: int | None, *, threads: bool, check: bool) -> Device:
+    """Streams in a seeded order, where the device lets us choose it, or with seeded delays where not."""
+    if name != "cpu" or threads:
+        return open_device(name, jitter=order, check=check)
+    device: Device = CpuDevice(driver=InlineDriver()) if order is None else CpuDevice(seed=order)
+    return CheckedDevice(device) if check else device

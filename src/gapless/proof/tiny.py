@@ -1,0 +1,81 @@
+"""Tiny models of several families with random weights, made in memory: what the fuzz runs on.
+
+Weights are wide, so that attention is sharp: a change of any earlier token, or of its place, changes what follows. The
+tokenizer has a character for each token. Knows nothing of schedules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from gapless.errors import ConfigError
+from gapless.models.config import ModelConfig
+from gapless.models.llama import CausalLM, weight_shapes
+from gapless.proof.stage import LONE_BLOCK_SIZE, ModelStage, Room
+from gapless.runner.build import Resolved
+from gapless.runner.native import NativeModel
+from gapless.text.parts import TokenizerParts
+from gapless.text.tokenizer import Tokenizer
+
+TINY = "tiny/"  # a model of this module by name: tiny/llama/0, or tiny/llama/0/native
+VOCAB_SIZE = 97
+SPREAD = 0.2
+ROOM = Room(num_rows=8, num_places=512, max_batch_tokens=96, max_model_len=96)
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 1},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 12, "num_hidden_layers": 3},
+}
+
+
+def named_stage(name: str) -> ModelStage:
+    """The stage of `tiny/family/seed` or `tiny/family/seed/native`. Raises ConfigError."""
+    _, family, seed, kind = [*name.split("/"), "", "", ""][:4]
+    if family not in FAMILIES or not seed.isdigit() or kind not in ("", "native"):
+        raise ConfigError(f"{name}: a tiny model is tiny/FAMILY/SEED with one of {', '.join(FAMILIES)}")
+    return tiny_stage(family, int(seed), native=kind == "native")
+
+
+def tiny_stage(family: str, seed: int = 0, *, native: bool = False) -> ModelStage:
+    """A stage with a random model of the family."""
+    config = ModelConfig.from_hf(_raw_config(**FAMILIES[family]))
+    shapes = weight_shapes(config)
+
+    def read(name: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        return torch.empty(shapes[name]).normal_(mean, SPREAD, generator=generator)
+
+    with torch.inference_mode():
+        model = NativeModel(config, read) if native else CausalLM(config, read)
+    resolved = Resolved(config, "cpu", torch.float32, torch.float32, 0, ROOM.limits(LONE_BLOCK_SIZE), native=native)
+    return ModelStage(model, resolved, ROOM, _tokenizer())
+
+
+def _raw_config(**changes: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "eos_token_id": 0,
+    } | changes
+
+
+def _tokenizer() -> Tokenizer:
+    backend = Backend(models.WordLevel({chr(32 + i): i for i in range(VOCAB_SIZE)}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    return Tokenizer(TokenizerParts(backend))
