@@ -125,7 +125,9 @@ def test_the_flags_of_a_step_come_from_what_is_watched() -> None:
     counts.num_preemptions = 2
     play(recorder, 2)
     missed["no graph: prefill"] += 1
+    missed["no native call: why"] += 1
     play(recorder, 3)
+    missed["no native call: why"] += 1
     play(recorder, 4)
     recorder.close()
     assert recorder.timeline().steps.flags.tolist() == [0, PREEMPTED, EAGER, 0]

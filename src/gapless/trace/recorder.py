@@ -42,6 +42,7 @@ NEVER = float("nan")
 MARK, LAUNCHED, COLLECTED, COLLECTION = Struct("3d"), Struct("7d"), Struct("7d"), Struct("3d")
 MARK_WIDTH, LAUNCHED_WIDTH, COLLECTED_WIDTH, COLLECTION_WIDTH = 3, 7, 7, 3  # numbers in a row
 NUM_BLOCKS, FLAGS, QUEUED = 3, 5, 6  # places in a row of a launch
+NO_GRAPH = "no graph"  # how reasons begin for which a step's kernels are launched one by one
 PACED_SHARE = 0.1  # a step that ends so soon after it was queued went as fast as its kernels were launched
 
 
@@ -153,9 +154,9 @@ class Recorder:
             self.ledger["preemption"] += self._counts.num_preemptions - self._num_preemptions
             self._num_preemptions = self._counts.num_preemptions
             flags |= PREEMPTED
-        if self._missed is not None and (count := self._missed.total()) != self._num_missed:
+        if self._missed and (count := sum(n for why, n in list(self._missed.items()) if why.startswith(NO_GRAPH))):
+            flags |= EAGER if count != self._num_missed else 0
             self._num_missed = count
-            flags |= EAGER
         return flags
 
     def _on_gc(self, phase: str, info: dict[str, int]) -> None:
