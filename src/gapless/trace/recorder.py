@@ -76,7 +76,6 @@ class Recorder:
         self._missed = missed
         self._num_preemptions = self._num_missed = 0
         self._phase, self._dry = IDLE, NOT_DRY
-        self._reads_cpu = True
         self._marks, self._launched, self._collected, self._collections = (array("d") for _ in range(4))  # rows
         self._num_launched = self._num_collected = 0  # since the last fold; in `_launched` some are not collected yet
         self._gc_began = 0.0
@@ -92,13 +91,10 @@ class Recorder:
 
     def mark(self, phase: int) -> None:
         """A host phase begins, and the one before ends."""
-        cpu = NEVER
         self._phase = phase
-        if self._reads_cpu or phase in WAITS:
-            self._reads_cpu = phase in WAITS
-            cpu = time.thread_time()
         if phase == FILL:
             self._dry = NOT_DRY
+        cpu = time.thread_time() if phase in WAITS else NEVER  # a system call, so once a step
         self._marks.frombytes(MARK.pack(time.perf_counter(), phase | self._dry, cpu))
 
     def woken(self) -> None:
