@@ -108,7 +108,7 @@ def test_a_copy_that_waits_for_the_copy_before_is_late_from_the_start() -> None:
 @pytest.mark.parametrize("is_own", [0, 1])
 def test_a_garbage_collection_is_taken_out_of_the_phase_it_interrupts(is_own: int) -> None:
     collections = Collections(np.array([13.0]), np.array([16.0]), np.array([is_own], np.uint8))
-    cpu = [0, 0, 10 if is_own else 7, 10]  # on another thread, the loop's own clock stands still
+    cpu = [0, NAN, 10 if is_own else 7, NAN]  # on another thread, the loop's own clock stands still
     marks = make_marks((0, COLLECT), (10, SCHEDULE), (20, COLLECT), (30, COMMIT), cpu=cpu)
     assert causes(STEPS, marks, collections) == {"garbage collection": 3, "host: schedule": 7}
 
@@ -120,7 +120,9 @@ def test_collections_outside_the_gap_do_not_matter() -> None:
 
 def test_time_without_processor_is_the_interpreter_lock() -> None:
     # from 10 to 20 the thread had the processor for 4 seconds; the wait before and after does not count
-    marks = make_marks((0, COLLECT), (10, SCHEDULE), (15, LAUNCH), (20, COLLECT), (30, COMMIT), cpu=[0, 0, NAN, 4, 4])
+    marks = make_marks(
+        (0, COLLECT), (10, SCHEDULE), (15, LAUNCH), (20, COLLECT), (30, COMMIT), cpu=[0, NAN, NAN, 4, NAN]
+    )
     assert causes(STEPS, marks) == {"host: schedule": 2, "host: launch": 2, "interpreter lock": 6}
 
 

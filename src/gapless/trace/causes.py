@@ -149,28 +149,33 @@ def _segments(marks: Marks, collections: Collections) -> tuple[Times, npt.NDArra
 def _lock_share(marks: Marks, collections: Collections) -> Times:
     """Of each phase, the part in which the thread wanted to run and did not: its wall time without processor time.
 
-    The processor time is read where waits begin and end, so phases between two waits share one figure. It counts what
-    others held: the interpreter lock, or on a full machine the core.
+    The processor time is read where waits begin, so phases between two waits share one figure; a wait itself takes next
+    to none. What is missing was held by others: the interpreter lock, or on a full machine the core.
     """
     share = np.zeros(len(marks))
-    known = np.flatnonzero(~np.isnan(marks.cpu))
+    waits = np.isin(marks.code & PHASE_MASK, WAITS)
+    known = np.flatnonzero(waits & ~np.isnan(marks.cpu))
     if len(known) < 2:
         return share
-    wall = np.diff(marks.time[known])
+    begin, end = marks.time[known[:-1] + 1], marks.time[known[1:]]  # of the work between two waits
     elsewhere = collections.is_own == 0
-    collected = _collected(marks.time[known], collections.begin[elsewhere], collections.end[elsewhere])
-    lost = np.clip(wall - np.diff(marks.cpu[known]) - collected, 0, None)
+    collected = _collected(begin, end, collections.begin[elsewhere], collections.end[elsewhere])
+    wall = end - begin - collected
+    lost = np.clip(wall - np.diff(marks.cpu[known]), 0, None)
     stretch = np.searchsorted(known, np.arange(len(marks)), "right") - 1
-    inside = (stretch >= 0) & (stretch < len(wall)) & ~np.isin(marks.code & PHASE_MASK, WAITS)
-    share[inside] = np.minimum(lost / np.maximum(wall - collected, 1e-12), 1)[stretch[inside]]
+    inside = (stretch >= 0) & (stretch < len(wall)) & ~waits
+    share[inside] = np.minimum(lost / np.maximum(wall, 1e-12), 1)[stretch[inside]]
     return share
 
 
-def _collected(moments: Times, begin: Times, end: Times) -> Times:
-    """Time in collections between each two moments."""
+def _collected(since: Times, until: Times, begin: Times, end: Times) -> Times:
+    """Time in collections between two moments each."""
+    if len(begin) == 0:
+        return np.zeros(len(since))
     corners = np.stack((begin, end), axis=1).reshape(-1)
     total = np.stack((np.zeros(len(begin)), end - begin), axis=1).reshape(-1).cumsum()
-    return np.diff(np.interp(moments, corners, total)) if len(begin) else np.zeros(len(moments) - 1)
+    found: Times = np.interp(until, corners, total) - np.interp(since, corners, total)
+    return found
 
 
 def _cause(codes: Codes) -> npt.NDArray[np.intp]:

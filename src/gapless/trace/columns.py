@@ -62,7 +62,7 @@ class Marks:
 
     time: Times
     code: Codes  # phase, and why the pipeline was dry
-    cpu: Times  # processor time of the loop's thread: read where a wait begins and where it ends, else NaN
+    cpu: Times  # processor time of the loop's thread so far: read where a wait begins, else NaN
 
     def __len__(self) -> int:
         return len(self.time)

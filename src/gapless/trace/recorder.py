@@ -42,6 +42,7 @@ NEVER = float("nan")
 MARK, LAUNCHED, COLLECTED, COLLECTION = Struct("3d"), Struct("7d"), Struct("7d"), Struct("3d")
 MARK_WIDTH, LAUNCHED_WIDTH, COLLECTED_WIDTH, COLLECTION_WIDTH = 3, 7, 7, 3  # numbers in a row
 NUM_BLOCKS, FLAGS, QUEUED = 3, 5, 6  # places in a row of a launch
+NO_GRAPH = "no graph"  # how reasons begin for which a step's kernels are launched one by one
 PACED_SHARE = 0.1  # a step that ends so soon after it was queued went as fast as its kernels were launched
 
 
@@ -75,7 +76,6 @@ class Recorder:
         self._missed = missed
         self._num_preemptions = self._num_missed = 0
         self._phase, self._dry = IDLE, NOT_DRY
-        self._reads_cpu = True
         self._marks, self._launched, self._collected, self._collections = (array("d") for _ in range(4))  # rows
         self._num_launched = self._num_collected = 0  # since the last fold; in `_launched` some are not collected yet
         self._gc_began = 0.0
@@ -91,13 +91,10 @@ class Recorder:
 
     def mark(self, phase: int) -> None:
         """A host phase begins, and the one before ends."""
-        cpu = NEVER
         self._phase = phase
-        if self._reads_cpu or phase in WAITS:
-            self._reads_cpu = phase in WAITS
-            cpu = time.thread_time()
         if phase == FILL:
             self._dry = NOT_DRY
+        cpu = time.thread_time() if phase in WAITS else NEVER  # a system call, so once a step
         self._marks.frombytes(MARK.pack(time.perf_counter(), phase | self._dry, cpu))
 
     def woken(self) -> None:
@@ -153,9 +150,9 @@ class Recorder:
             self.ledger["preemption"] += self._counts.num_preemptions - self._num_preemptions
             self._num_preemptions = self._counts.num_preemptions
             flags |= PREEMPTED
-        if self._missed is not None and (count := self._missed.total()) != self._num_missed:
+        if self._missed and (count := sum(n for why, n in list(self._missed.items()) if why.startswith(NO_GRAPH))):
+            flags |= EAGER if count != self._num_missed else 0
             self._num_missed = count
-            flags |= EAGER
         return flags
 
     def _on_gc(self, phase: str, info: dict[str, int]) -> None:

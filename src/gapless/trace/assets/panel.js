@@ -256,7 +256,7 @@ class Overview {  // the whole of each run, a row each, and the part that is sho
     if (key !== this.key) {  // what does not move is drawn once
       this.key = key;
       g.font = FONT;
-      this.left = Math.max(LEFT, ...runs.map((run) => g.measureText(run.summary.label).width + 10));
+      this.left = Math.ceil(Math.max(LEFT, ...runs.map((run) => g.measureText(run.summary.label).width + 10)));
       runs.forEach((run, i) => this.line(g, run, 6 + i * (this.row + 6)));
       this.still = document.createElement("canvas");
       this.still.width = this.canvas.width; this.still.height = this.canvas.height;
