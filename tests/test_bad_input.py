@@ -174,6 +174,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "prefix_cache": ({"prefix_cache": 1}, ("prefix_cache must be true or false, got 1",)),
     "check": ({"check": None}, ("check must be true or false, got None",)),
     "native": ({"native": None}, ("native must be true or false, got None",)),
+    "batch_invariant": ({"batch_invariant": 1}, ("batch_invariant must be true or false, got 1",)),
     "trace": ({"trace": ""}, ("trace must be the name of a file", "got ''")),
     "trace nowhere": ({"trace": "/no/such/folder/T.json"}, ("no such folder",)),
     "interleave": ({"interleave": -1}, ("interleave must be a whole number between 0", "got -1")),
