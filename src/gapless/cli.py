@@ -106,6 +106,12 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("--replay", metavar="FILE", help="play a failing schedule again, and nothing else")
     add_engine_options(check, only=CHECK_OPTIONS)
 
+    serve = _command(commands, "serve", "serve the model over HTTP, as the OpenAI API", _serve)
+    from gapless.commands.serve import add_arguments as add_server_options
+
+    add_server_options(serve)
+    add_engine_options(serve)
+
     bench = commands.add_parser("bench", help="measure", description="Measure.")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     host = _command(kinds, "host", "host cost of a step, model stubbed out", _bench_host)
@@ -217,6 +223,12 @@ def _check(args: argparse.Namespace) -> int:
     from gapless.commands.check import check
 
     return check(args, engine_options(args))
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from gapless.commands.serve import serve
+
+    return serve(args, engine_options(args))
 
 
 def _bench_host(args: argparse.Namespace) -> int:

@@ -2,7 +2,8 @@
 
 Owns names, defaults, help texts and limits; the command line and `LLM` both read them from here.
 Environment variables are read in this file only: `GAPLESS_LOG` (a logging level), `CXX` (the compiler of the native
-step), `XDG_CACHE_HOME` (where what it compiled is kept), and nothing else.
+step), `XDG_CACHE_HOME` (where what it compiled is kept), `GAPLESS_API_KEY` (of the server),
+`OTEL_EXPORTER_OTLP_ENDPOINT` (where traces go), and nothing else.
 """
 
 from __future__ import annotations
@@ -119,6 +120,16 @@ def cache_dir() -> Path:
     """Where what can be made again is kept."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "gapless"
+
+
+def api_key() -> str | None:
+    """A key that clients of the server must send."""
+    return os.environ.get("GAPLESS_API_KEY") or None
+
+
+def trace_endpoint() -> str | None:
+    """Where OpenTelemetry traces go; none are made without it."""
+    return os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None
 
 
 def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

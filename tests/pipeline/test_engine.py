@@ -309,3 +309,69 @@ def test_a_request_cannot_be_made_of_bad_tokens(make_engine) -> None:
     with pytest.raises(InvalidRequest, match="stop_token_ids: token id 97 at index 0 is not in the vocabulary of 97"):
         engine.make_request([1], SamplingParams(stop_token_ids=(97,)))
     assert isinstance(engine.make_request([0, 96], GREEDY), Request)
+
+
+# -- a server's needs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_known", [1, 5, 11])
+def test_a_request_goes_on_after_tokens_of_another_engine(make_engine: Callable[..., Engine], num_known: int) -> None:
+    """Same tokens, same count, same end, as if it had never been interrupted."""
+    engine = make_engine()
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=9, ignore_eos=True)
+    whole = output(last(submit(engine, [5, 6, 7], params)))
+    request = engine.make_request([5, 6, 7], params, streams=True, generated=whole[:num_known])
+    news: News = queue.SimpleQueue()
+    engine.submit(request, news.put)
+    told = []
+    while isinstance(item := news.get(timeout=TIMEOUT_S), Progress):
+        told.append(item.token)
+    assert tuple(told) == whole[num_known:]
+    assert output(item) == whole
+    assert item.reason == "length"
+
+
+def test_nothing_left_to_generate_is_refused(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match="leave nothing to generate"):
+        engine.make_request([1], SamplingParams(max_tokens=3), generated=[1, 2, 3])
+    with pytest.raises(InvalidRequest, match="vocabulary"):
+        engine.make_request([1], SamplingParams(max_tokens=3), generated=[999])
+
+
+def test_a_request_is_announced_before_it_runs(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    order: queue.SimpleQueue[object] = queue.SimpleQueue()
+    request = engine.make_request([1, 2, 3], GREEDY, streams=True)
+    engine.submit(request, order.put, lambda: order.put("starts"))
+    assert order.get(timeout=TIMEOUT_S) == "starts"
+    assert isinstance(order.get(timeout=TIMEOUT_S), Progress)
+
+
+def test_ping_is_answered_by_the_loop_idle_or_not(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    for params in (None, LONG):
+        if params is not None:
+            submit(engine, [1, 2, 3], params)
+        answered = threading.Event()
+        engine.ping(answered.set)
+        assert answered.wait(TIMEOUT_S)
+
+
+def test_the_pulse_tells_idle_from_stuck(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    eventually(lambda: engine.pulse().idle)
+    go_on = threading.Event()
+    step = engine._built.runner.step
+    monkeypatch.setattr(engine._built.runner, "step", lambda *args: (go_on.wait(TIMEOUT_S), step(*args)))
+    news = submit(engine, [1, 2, 3])
+    eventually(lambda: engine.load().num_running == 1)
+    eventually(lambda: (first := engine.pulse()) == (time.sleep(0.05), engine.pulse())[1] and not first.idle)
+    answered = threading.Event()
+    engine.ping(answered.set)
+    assert not answered.wait(0.05)
+    go_on.set()
+    assert answered.wait(TIMEOUT_S)
+    last(news)
+    eventually(lambda: engine.pulse().idle)
+    assert engine.load().num_running == 0

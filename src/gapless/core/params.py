@@ -64,6 +64,12 @@ class SamplingParams:
         return cls(**values)
 
 
+def derive_seed(seed: int, number: int) -> int:
+    """A seed for the request of this number: golden-ratio steps, folded into 64 bits."""
+    value = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
+    return value - 2**64 if value >= 2**63 else value
+
+
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
         raise InvalidRequest(f"{name} must be a list, got {value!r}")

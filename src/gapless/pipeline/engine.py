@@ -17,17 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gapless.config import EngineOptions
 from gapless.core.limits import check_fits
 from gapless.core.outcome import Commit, Counters, Finished, Progress
-from gapless.core.params import MAX_STOP_IDS, SamplingParams
-from gapless.core.request import Request, int_array
+from gapless.core.params import MAX_STOP_IDS, SamplingParams, derive_seed
+from gapless.core.plan import Plan
+from gapless.core.request import IntArray, Request, int_array
 from gapless.core.scheduler import Scheduler
 from gapless.errors import EngineClosed, InvalidRequest
 from gapless.models.source import ModelSource
 from gapless.pipeline.checked import CheckedExecutor
 from gapless.pipeline.depth import AutoDepth, FixedDepth
-from gapless.pipeline.executor import Executor, LocalExecutor
+from gapless.pipeline.executor import Executor, LocalExecutor, Ticket
 from gapless.pipeline.loop import Depth, run_loop
 from gapless.runner.build import Built, Resolved, build, resolve
 from gapless.trace.recorder import Recorder
@@ -35,7 +38,7 @@ from gapless.trace.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Engine", "Resolved", "Stats", "derive_seed", "resolve"]
+__all__ = ["Engine", "Load", "Pulse", "Resolved", "Stats", "derive_seed", "resolve"]
 
 AUTO_DEPTHS = (1, 2)
 Deliver = Callable[[Progress | Finished], None]
@@ -47,6 +50,7 @@ class Submit:
 
     request: Request
     deliver: Deliver
+    on_start: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,13 @@ class Abort:
 
     request_id: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Inbox: a sign of life, from the loop's own thread."""
+
+    answer: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,24 @@ class Stats:
         return Stats(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
 
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Whether the loop moves: a turn counter that stands still while it waits for a step or, idle, for requests."""
+
+    num_turns: int
+    idle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Who is here, now."""
+
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_blocks: int
+
+
 class Engine:
     """Runs requests until closed."""
 
@@ -97,8 +126,11 @@ class Engine:
         self._depth: Depth = FixedDepth(int(options.depth)) if fixed else AutoDepth(AUTO_DEPTHS)
         num_slots = int(options.depth) if fixed else max(AUTO_DEPTHS)
         self._executor = self._make_executor(num_slots)
-        self._inbox: queue.SimpleQueue[Submit | Abort | Close] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Submit | Abort | Ping | Close] = queue.SimpleQueue()
         self._subscribers: dict[str, Deliver] = {}
+        self._on_start: dict[str, Callable[[], None]] = {}
+        self._num_turns = 0
+        self._idle = False
         self._closing = False
         self._error: BaseException | None = None
         self._num_requests = 0
@@ -125,8 +157,19 @@ class Engine:
         """False while "auto" is still trying."""
         return self._depth.decided
 
-    def make_request(self, prompt: Sequence[int], params: SamplingParams, *, streams: bool = False) -> Request:
-        """Check a prompt against model and limits, and give it an id and a seed. Raises InvalidRequest."""
+    def make_request(
+        self,
+        prompt: Sequence[int] | IntArray,
+        params: SamplingParams,
+        *,
+        streams: bool = False,
+        generated: Sequence[int] | IntArray = (),
+    ) -> Request:
+        """Check a prompt against model and limits, and give it an id and a seed. Raises InvalidRequest.
+
+        With `generated`, tokens that another engine already sampled for it with the same seed, the request goes on
+        after them; they count as generated, not as prompt.
+        """
         model, limits = self.resolved.model, self.resolved.limits
         check_tokens(prompt, model.vocab_size, "prompt")
         check_tokens(params.stop_token_ids, model.vocab_size, "stop_token_ids", empty=True)
@@ -150,18 +193,39 @@ class Engine:
             streams=streams,
         )
         check_fits(request, limits)
+        if len(generated) > 0:
+            check_tokens(generated, model.vocab_size, "generated")
+            request.resume_after(int_array(generated))
         return request
 
-    def submit(self, request: Request, deliver: Deliver) -> None:
-        """Queue a request. `deliver` gets its Progress, if it streams, and at the end one Finished."""
+    def submit(self, request: Request, deliver: Deliver, on_start: Callable[[], None] | None = None) -> None:
+        """Queue a request. `deliver` gets its Progress, if it streams, and at the end one Finished.
+
+        `on_start` is called on the loop's thread before the first step that runs the request is launched; and again
+        after a preemption.
+        """
         with self._lock:
             if self._closing:
                 raise EngineClosed("the engine is closed") from self._error
-            self._inbox.put(Submit(request, deliver))
+            self._inbox.put(Submit(request, deliver, on_start))
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request soon; its Finished comes as for any other. Unknown ids are ignored."""
         self._inbox.put(Abort(request_id, reason))
+
+    def ping(self, answer: Callable[[], None]) -> None:
+        """Have `answer` called by the loop's thread between two steps. A dead or stuck loop never calls."""
+        self._inbox.put(Ping(answer))
+
+    def pulse(self) -> Pulse:
+        """Whether the loop moves, as seen from outside it."""
+        return Pulse(self._num_turns, self._idle)
+
+    def load(self) -> Load:
+        """Who is here, now; a reading may be a step old."""
+        scheduler = self._scheduler
+        pool = scheduler.pool
+        return Load(scheduler.num_running, scheduler.num_waiting, pool.num_used, pool.num_blocks)
 
     def stats(self) -> Stats:
         """All counters, now."""
@@ -232,8 +296,9 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            executor = _Announcing(self._executor, self._announce)
             self._recorder.start()
-            run_loop(self._scheduler, self._executor, self._depth, self._admit, self._deliver, self._recorder)
+            run_loop(self._scheduler, executor, self._depth, self._admit, self._deliver, self._recorder)
         except BaseException as error:
             log.exception("the engine died")
             self._die(error)
@@ -245,19 +310,23 @@ class Engine:
         """Take in what callers sent, waiting for it when idle; False when the engine is to stop."""
         if self.options.check:
             self._scheduler.check()
+        self._num_turns += 1
         while True:
+            self._idle = idle
             try:
                 message = self._inbox.get(block=idle)
             except queue.Empty:
                 return True
             if idle:
                 self._recorder.woken()
-            idle = False
+            self._idle = idle = False
             match message:
                 case Submit():
                     self._add(message)
                 case Abort(request_id, reason):
                     self._notify(self._scheduler.abort(request_id, reason))
+                case Ping(answer):
+                    answer()
                 case Close():
                     for finished in self._scheduler.abort_all():
                         self._notify(finished)
@@ -270,6 +339,15 @@ class Engine:
             _tell(message.deliver, Finished(message.request, "error", error))
         else:
             self._subscribers[message.request.id] = message.deliver
+            if message.on_start is not None:
+                self._on_start[message.request.id] = message.on_start
+
+    def _announce(self, plan: Plan) -> None:
+        """Tell who asked that their request is about to run for the first time."""
+        for seat in plan.seats:
+            request = self._scheduler.rows.request[seat.row]
+            if request is not None and (on_start := self._on_start.get(request.id)) is not None:
+                on_start()
 
     def _deliver(self, commit: Commit) -> None:
         for progress in commit.progress:
@@ -280,6 +358,7 @@ class Engine:
 
     def _notify(self, finished: Finished | None) -> None:
         if finished is not None:
+            self._on_start.pop(finished.request.id, None)
             _tell(self._subscribers.pop(finished.request.id), finished)
 
     def _die(self, error: BaseException) -> None:
@@ -294,6 +373,25 @@ class Engine:
             message = self._inbox.get()
             if isinstance(message, Submit):
                 _tell(message.deliver, Finished(message.request, "error", closed))
+
+
+class _Announcing:
+    """An executor that says whom a plan seats before it launches the plan."""
+
+    def __init__(self, executor: Executor, announce: Callable[[Plan], None]) -> None:
+        self._executor = executor
+        self._announce = announce
+
+    def launch(self, plan: Plan) -> Ticket:
+        if plan.seats:
+            self._announce(plan)
+        return self._executor.launch(plan)
+
+    def collect(self, ticket: Ticket) -> IntArray:
+        return self._executor.collect(ticket)
+
+    def close(self) -> None:
+        self._executor.close()
 
 
 def _in_a_thread(fn: Callable[[], Built]) -> Built:
@@ -316,16 +414,12 @@ def _tell(deliver: Deliver, news: Progress | Finished) -> bool:
     return True
 
 
-def check_tokens(tokens: Sequence[int], vocab_size: int, what: str, *, empty: bool = False) -> None:
+def check_tokens(tokens: Sequence[int] | IntArray, vocab_size: int, what: str, *, empty: bool = False) -> None:
     """Raise InvalidRequest unless all are ids of the vocabulary."""
     if len(tokens) == 0 and not empty:
         raise InvalidRequest(f"the {what} is empty; it needs at least one token")
+    if isinstance(tokens, np.ndarray) and len(tokens) > 0 and tokens.min() >= 0 and tokens.max() < vocab_size:
+        return
     for index, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
             raise InvalidRequest(f"{what}: token id {token} at index {index} is not in the vocabulary of {vocab_size}")
-
-
-def derive_seed(seed: int, number: int) -> int:
-    """A seed for the request of this number: golden-ratio steps, folded into 64 bits."""
-    value = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
-    return value - 2**64 if value >= 2**63 else value

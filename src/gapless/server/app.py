@@ -1,0 +1,215 @@
+"""The routes: HTTP in, HTTP out. What a request means is decided in `service`, how an answer looks in `chat`,
+`completions` and `responses`; here they meet FastAPI, which also writes the OpenAPI page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+from fastapi import FastAPI, Query
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from gapless import __version__
+from gapless.server.chat import answer_chat
+from gapless.server.completions import answer_completion
+from gapless.server.errors import ApiError, dump, error_response
+from gapless.server.gate import Gate
+from gapless.server.metrics import Metrics
+from gapless.server.protocol import (
+    ChatRequest,
+    ChatResponse,
+    CompletionRequest,
+    CompletionResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    ResponsesRequest,
+    TokenizeRequest,
+    TokenizeResponse,
+    refuse_unsupported,
+)
+from gapless.server.responses import Memory, answer_response
+from gapless.server.service import Service, chat_messages
+from gapless.server.sse import ClientGone, EventStream, finish_for
+from gapless.server.state import read_state
+from gapless.server.traces import Traces
+
+PAGE = Path(__file__).parent / "page"
+CLIENT_GONE = 499  # nobody reads it; it is for the log
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse} for status in (400, 401, 404, 405, 408, 413, 415, 429, 500, 503)
+}
+
+
+class Answer(Protocol):
+    """An answer under way."""
+
+    async def whole(self) -> dict[str, Any]: ...
+
+    def events(self) -> AsyncIterator[bytes]: ...
+
+    def close(self) -> None: ...
+
+    def error_event(self, error: ApiError) -> bytes: ...
+
+
+def build_app(service: Service, metrics: Metrics, keys: Sequence[str], traces: Traces) -> FastAPI:
+    """The application, with all its layers."""
+    app = FastAPI(
+        title="Gapless", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS, redirect_slashes=False
+    )
+    _add_generation(app, service)
+    _add_text(app, service)
+    _add_operation(app, service, metrics)
+    _add_pages(app)
+    _add_errors(app)
+    if service.options.cors_origin:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=service.options.cors_origin, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(Gate, options=service.options, keys=keys, metrics=metrics, traces=traces)
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    memory = Memory()
+
+    @app.post("/v1/chat/completions", response_model=ChatResponse)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await _respond(request, await answer_chat(service, body), body.stream)
+
+    @app.post("/v1/completions", response_model=CompletionResponse)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await _respond(request, await answer_completion(service, body), body.stream)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        return await _respond(request, await answer_response(service, body, memory), body.stream)
+
+
+async def _respond(request: Request, answer: Answer, stream: bool | None) -> Response:
+    if stream:
+        return EventStream(answer.events(), answer.error_event, answer.close)
+    try:
+        return _json(await finish_for(request, answer.whole()))
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
+    finally:
+        answer.close()
+
+
+def _add_text(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models", response_model=ModelList)
+    async def models() -> Response:
+        return _json({"object": "list", "data": [_card(service, name) for name in service.names]})
+
+    @app.get("/v1/models/{model:path}", response_model=ModelCard)
+    async def model(model: str) -> Response:
+        return _json(_card(service, service.check_model(model)))
+
+    @app.post("/tokenize", response_model=TokenizeResponse)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        service.check_model(body.model)
+        refuse_unsupported(body)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "send either prompt or messages", param="prompt")
+        if body.prompt is not None:
+            tokens = await service.encode(body.prompt, param="prompt", add_special_tokens=body.add_special_tokens)
+        else:
+            extra = {"add_generation_prompt": body.add_generation_prompt}
+            tokens = await service.encode_chat(chat_messages(body.messages or []), **extra)
+        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": service.info.max_model_len})
+
+    @app.post("/detokenize", response_model=DetokenizeResponse)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        service.check_model(body.model)
+        refuse_unsupported(body)
+        service.check_tokens(body.tokens, "tokens")
+        return _json({"prompt": service.decode(body.tokens)})
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    info = service.supervisor.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "gapless",
+        "max_model_len": info.max_model_len if info is not None else None,
+    }
+
+
+def _add_operation(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """200 when the engine's loop answers, 503 when it is dead, stuck or loading."""
+        alive = await service.supervisor.ping(service.options.health_timeout)
+        return _json({"status": "ok"}) if alive else error_response(ApiError(503, "the engine does not answer"))
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """200 when requests are served at once, 503 while loading, restarting or draining."""
+        reason = service.not_ready()
+        return _json({"status": "ready"}) if reason is None else error_response(ApiError(503, reason, code=reason))
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/state")
+    async def state(seconds: Annotated[float, Query(ge=0, le=60)] = 4.0) -> Response:
+        """What the page at / shows."""
+        return _json(await read_state(service, metrics, seconds))
+
+
+def _add_pages(app: FastAPI) -> None:
+    def page(name: str) -> Callable[[], Any]:
+        text = (PAGE / name).read_text("utf-8")
+
+        async def show() -> HTMLResponse:
+            return HTMLResponse(text, headers={"content-security-policy": POLICY})
+
+        return show
+
+    app.get("/", include_in_schema=False)(page("index.html"))
+    app.get("/docs", include_in_schema=False)(page("docs.html"))
+
+
+# The pages load nothing: their scripts and styles are in them, and they talk to this server only.
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def told(request: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        text = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not allowed here"}
+        answer = error_response(ApiError(error.status_code, text.get(error.status_code, str(error.detail))))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query")) or None
+        text = "the body is not valid JSON" if first["type"] == "json_invalid" else first["msg"]
+        return error_response(ApiError(400, f"{param}: {text}" if param else text, param=param))
+
+
+def _json(value: Any) -> Response:
+    return Response(dump(value), media_type="application/json")

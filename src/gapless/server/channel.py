@@ -1,0 +1,130 @@
+"""Messages over a socket pair between a process and a child of it; and how such a child is started.
+
+A frame is four bytes of length and a msgspec message. A socket pair has no name on the disk, nobody else can connect to
+it, and either side reads end-of-file the moment the other one dies. Knows no engine and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from gapless.server.messages import Message
+
+HEADER = struct.Struct("<I")
+MAX_FRAME_BYTES = 256 * 2**20
+_PR_SET_PDEATHSIG = 1
+T = TypeVar("T")
+
+
+class Disconnected(Exception):
+    """The other side is gone."""
+
+
+class ChildChannel(Generic[T]):
+    """The child's side: blocking, any thread may send."""
+
+    def __init__(self, fd: int, kind: Any) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._file = self._socket.makefile("rb", buffering=2**16)
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        frame = encode(self._encoder, message)
+        try:
+            with self._lock:
+                self._socket.sendall(frame)
+        except OSError as error:
+            raise Disconnected from error
+
+    def receive(self) -> T:
+        try:
+            size = HEADER.unpack(self._read(HEADER.size))[0]
+            message: T = self._decoder.decode(self._read(size))
+        except OSError as error:
+            raise Disconnected from error
+        return message
+
+    def _read(self, size: int) -> bytes:
+        data: bytes = self._file.read(size)
+        if len(data) < size:
+            raise Disconnected
+        return data
+
+
+class ParentChannel(Generic[T]):
+    """The parent's side, on an event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    @classmethod
+    async def open(cls, sock: socket.socket, kind: Any) -> ParentChannel[T]:
+        reader, writer = await asyncio.open_unix_connection(sock=sock, limit=2**20)
+        return cls(reader, writer, kind)
+
+    def send(self, message: Message) -> None:
+        """Queue a message; one to a side that is gone is dropped."""
+        if not self._writer.is_closing():
+            self._writer.write(encode(self._encoder, message))
+
+    async def receive(self) -> T:
+        try:
+            size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
+            message: T = self._decoder.decode(await self._reader.readexactly(size))
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise Disconnected from error
+        return message
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            self._writer.close()
+
+
+def encode(encoder: msgspec.msgpack.Encoder, message: Message) -> bytes:
+    """A message as a frame."""
+    frame = bytearray(HEADER.size)
+    encoder.encode_into(message, frame, HEADER.size)
+    size = len(frame) - HEADER.size
+    assert size <= MAX_FRAME_BYTES, f"a message of {size} bytes"
+    HEADER.pack_into(frame, 0, size)
+    return bytes(frame)
+
+
+def spawn(command: Sequence[str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a child that inherits these descriptors and nothing else, out of reach of the terminal's Ctrl-C."""
+    return subprocess.Popen(
+        [*command, *map(str, fds)],
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def become_child() -> None:
+    """In the child: die with the parent, and leave SIGINT and SIGTERM to it, who drains before it ends us."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # it died before the line above

@@ -1,0 +1,98 @@
+"""`/v1/chat/completions`: conversations in, messages or chunks of them out. Knows the wire format, not HTTP."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from gapless.server.errors import ApiError
+from gapless.server.generation import Choice, Generation, Piece
+from gapless.server.protocol import ChatRequest, refuse_unsupported
+from gapless.server.service import Plan, Service, chat_messages
+from gapless.server.sse import DONE, event
+
+
+class ChatAnswer:
+    """One conversation being answered."""
+
+    def __init__(self, generation: Generation, body: ChatRequest, model: str) -> None:
+        self._generation = generation
+        self._body = body
+        self._model = model
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    async def whole(self) -> dict[str, Any]:
+        await self._generation.finish()
+        choices = [
+            {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": None,
+                "finish_reason": choice.finish_reason,
+            }
+            for choice in self._generation.choices
+        ]
+        return self._head("chat.completion") | {"choices": choices, "usage": usage(self._generation.choices)}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Chunks: the role, then the text of each choice as it comes, then usage if asked for, then [DONE]."""
+        for choice in self._generation.choices:
+            yield self._chunk(choice.index, {"role": "assistant", "content": ""}, None)
+        async for pieces in self._generation.pieces():
+            yield b"".join(self._piece(piece) for piece in pieces)
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            head = self._head("chat.completion.chunk")
+            yield event(head | {"choices": [], "usage": usage(self._generation.choices)})
+        yield DONE
+
+    def _piece(self, piece: Piece) -> bytes:
+        data = self._chunk(piece.choice.index, {"content": piece.text}, None) if piece.text else b""
+        if piece.finish_reason is not None:
+            data += self._chunk(piece.choice.index, {}, piece.finish_reason)
+        return data
+
+    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return event(self._head("chat.completion.chunk") | {"choices": [choice]})
+
+    def error_event(self, error: ApiError) -> bytes:
+        """What a stream says when it cannot go on."""
+        return event(error.body) + DONE
+
+    def close(self) -> None:
+        """Nobody waits for the answer any more."""
+        self._generation.abort()
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+
+async def answer_chat(service: Service, body: ChatRequest) -> ChatAnswer:
+    """Check, tokenize and start. Raises ApiError."""
+    model = service.check_model(body.model)
+    refuse_unsupported(body)
+    if body.logprobs or body.top_logprobs:
+        raise ApiError(400, "logprobs are not supported", param="logprobs", code="unsupported_parameter")
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise ApiError(400, "max_tokens and max_completion_tokens differ; send one", param="max_tokens")
+    prompt = await service.encode_chat(chat_messages(body.messages))
+    max_tokens = service.room_for(prompt, body.max_completion_tokens or body.max_tokens, param="messages")
+    params = service.params(body, max_tokens, body.stop)
+    return ChatAnswer(service.start([Plan(prompt, params)], body.n, body.timeout), body, model)
+
+
+def usage(choices: list[Choice] | Any) -> dict[str, Any]:
+    """Tokens in and out. A prompt that several choices share counts once."""
+    prompts = {id(choice.flight.prompt): choice.flight for choice in choices}
+    num_prompt = sum(len(flight.prompt) for flight in prompts.values())
+    num_output = sum(choice.num_tokens for choice in choices)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": sum(flight.num_cached for flight in prompts.values())},
+    }

@@ -1,0 +1,267 @@
+"""The engine process: messages in, submissions to the engine; its news out, a batch at a time. No text, no HTTP.
+
+    main thread     reads messages: submit, abort, ping
+    loop's thread   the engine's own; puts news into the outbox and never waits for the socket
+    sender thread   takes all that is in the outbox and sends it as one message
+    pulse thread    tells every fraction of a second whether the loop moves
+
+A request that is about to run for the first time is written to a pipe of its own by the loop's thread, before the step
+is launched: what is in a pipe survives its writer, so the parent knows whom a crash may be due to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import logging
+import os
+import queue
+import struct
+import sys
+import threading
+import time
+from functools import partial
+
+import numpy as np
+
+from gapless.config import EngineOptions
+from gapless.core.outcome import Finished, Progress
+from gapless.core.request import Request
+from gapless.errors import EngineClosed, GaplessError, InvalidRequest, StepFailed
+from gapless.models.source import resolve
+from gapless.pipeline.engine import Engine
+from gapless.server.channel import ChildChannel, Disconnected, become_child
+from gapless.server.messages import (
+    Abort,
+    Close,
+    Failed,
+    LoadFailed,
+    Loading,
+    Log,
+    News,
+    Over,
+    Ping,
+    Pong,
+    Pulse,
+    ReadTimeline,
+    Ready,
+    Start,
+    Submit,
+    Timeline,
+    ToEngine,
+)
+
+PULSE_S = 0.2
+EXIT_FAILED = 70
+STARTED = struct.Struct("<q")
+log = logging.getLogger(__name__)
+
+Item = tuple[int, int] | Over | Pong
+
+
+def main(socket_fd: int, started_fd: int) -> None:
+    """Load what the first message says, then serve until told to close, or until the parent is gone."""
+    become_child()
+    faulthandler.enable()
+    channel: ChildChannel[ToEngine] = ChildChannel(socket_fd, ToEngine)
+    try:
+        start = channel.receive()
+        assert isinstance(start, Start)
+        forward_logs(channel)
+        engine = load(channel, EngineOptions.from_dict(start.options))
+        EngineProcess(engine, channel, started_fd).run()
+    except Disconnected:
+        os._exit(0)
+    os._exit(0)  # the parent has all it wants; threads of libraries are not waited for
+
+
+def load(channel: ChildChannel[ToEngine], options: EngineOptions) -> Engine:
+    """Build the engine, telling how far it got; a failure is told too, and ends the process."""
+
+    def progress(done: int, total: int) -> None:
+        channel.send(Loading(done, total))
+
+    try:
+        return Engine(options, resolve(options.model), progress)
+    except Exception as error:
+        channel.send(LoadFailed(str(error) if isinstance(error, GaplessError) else f"{type(error).__name__}: {error}"))
+        os._exit(EXIT_FAILED)
+
+
+class EngineProcess:
+    """An engine, and the parent's requests in it."""
+
+    def __init__(self, engine: Engine, channel: ChildChannel[ToEngine], started_fd: int) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._started_fd = started_fd
+        os.set_blocking(started_fd, False)
+        self._requests: dict[int, Request] = {}
+        self._outbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._began_s = time.monotonic()
+        self._suspects: list[int] = []
+
+    def run(self) -> None:
+        """Serve until the parent says close or is gone."""
+        self._channel.send(describe(self._engine))
+        for name, target in (("sender", self._send_news), ("pulse", self._send_pulses)):
+            threading.Thread(target=_or_exit, args=(target,), name=f"gapless-{name}", daemon=True).start()
+        while not isinstance(message := self._channel.receive(), Close):
+            self._handle(message)
+
+    # -- main thread -------------------------------------------------------------------------------------------------
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort(id):
+                if (request := self._requests.get(id)) is not None:
+                    self._engine.abort(request.id)
+            case Ping(id):
+                self._engine.ping(partial(self._outbox.put, Pong(id)))
+            case ReadTimeline(id, seconds):
+                self._channel.send(Timeline(id, read_timeline(self._engine, seconds)))
+            case _:
+                raise AssertionError(f"unexpected {type(message).__name__}")
+
+    def _submit(self, message: Submit) -> None:
+        prompt, generated = (np.frombuffer(data, "<i4") for data in (message.prompt, message.generated))
+        try:
+            request = self._engine.make_request(prompt, message.params, streams=True, generated=generated)
+            self._requests[message.id] = request
+            self._engine.submit(
+                request, partial(self._deliver, message.id), partial(self._write_started, STARTED.pack(message.id))
+            )
+        except InvalidRequest as error:
+            self._requests.pop(message.id, None)
+            self._outbox.put(Over(message.id, "invalid", error=str(error)))
+        except EngineClosed as error:
+            self._fail(error)
+
+    # -- loop's thread -----------------------------------------------------------------------------------------------
+
+    def _write_started(self, data: bytes) -> None:
+        try:
+            os.write(self._started_fd, data)
+        except BlockingIOError:
+            log.warning("the parent does not read which requests start")
+
+    def _deliver(self, id: int, news: Progress | Finished) -> None:
+        if isinstance(news, Progress):
+            self._outbox.put((id, news.token))
+            return
+        if isinstance(news.error, StepFailed | EngineClosed):
+            self._suspects.append(id)
+            if len(self._suspects) == 1:
+                self._engine.ping(partial(self._fail, news.error))  # once the others of the step were told
+                if isinstance(news.error, EngineClosed):
+                    self._fail(news.error)
+            return
+        del self._requests[id]
+        error = str(news.error) if news.error is not None else None
+        self._outbox.put(Over(id, news.reason, news.request.num_cached, error))
+
+    def _fail(self, error: BaseException) -> None:
+        """Last words. The parent starts another engine, in which everybody goes on; a suspect twice, alone."""
+        suspects = [] if isinstance(error, EngineClosed) else self._suspects
+        self._channel.send(Failed(str(error), suspects))
+        os._exit(EXIT_FAILED)
+
+    # -- sender and pulse threads ------------------------------------------------------------------------------------
+
+    def _send_news(self) -> None:
+        while True:
+            items = [self._outbox.get()]
+            try:
+                while True:
+                    items.append(self._outbox.get_nowait())
+            except queue.Empty:
+                self._channel.send(_news(items))
+            for item in items:
+                if isinstance(item, Pong):
+                    self._channel.send(item)
+
+    def _send_pulses(self) -> None:
+        while True:
+            self._channel.send(read_pulse(self._engine, time.monotonic() - self._began_s))
+            time.sleep(PULSE_S)
+
+
+def _news(items: list[Item]) -> News:
+    tokens = [item for item in items if isinstance(item, tuple)]
+    return News([id for id, _ in tokens], [t for _, t in tokens], [item for item in items if isinstance(item, Over)])
+
+
+def _or_exit(target: object) -> None:
+    """A thread without which the parent would wait in vain takes the process along."""
+    assert callable(target)
+    try:
+        target()
+    except Disconnected:
+        os._exit(0)
+    except BaseException:
+        log.exception("a thread of the engine process died")
+        os._exit(EXIT_FAILED)
+
+
+def describe(engine: Engine) -> Ready:
+    """What the API process needs to know."""
+    resolved = engine.resolved
+    limits, model = resolved.limits, resolved.model
+    return Ready(
+        device=resolved.device_name,
+        dtype=str(resolved.dtype).removeprefix("torch."),
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        eos_token_ids=tuple(model.eos_token_ids),
+        max_model_len=limits.max_model_len,
+        num_rows=limits.num_rows,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        kv_bytes=resolved.kv_bytes,
+    )
+
+
+def read_pulse(engine: Engine, elapsed_s: float) -> Pulse:
+    """A reading of everything, from outside the loop."""
+    pulse, load = engine.pulse(), engine.load()
+    idle_by_cause = getattr(engine, "idle_by_cause", None)
+    return Pulse(
+        num_turns=pulse.num_turns,
+        idle=pulse.idle,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_used_blocks=load.num_used_blocks,
+        depth=engine.depth,
+        elapsed_s=elapsed_s,
+        stats=dataclasses.asdict(engine.stats()),
+        ledger=engine.ledger(),
+        idle_s=dict(idle_by_cause()) if idle_by_cause is not None else None,
+    )
+
+
+def read_timeline(engine: Engine, seconds: float) -> dict[str, list[tuple[float, float, str]]]:
+    """The last seconds of each lane; empty where the engine records none."""
+    tail = getattr(engine, "timeline_tail", None)
+    return tail(seconds) if tail is not None else {}
+
+
+class _Forward(logging.Handler):
+    """Log records to the parent, which has the one log."""
+
+    def __init__(self, channel: ChildChannel[ToEngine]) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._channel.send(Log(record.levelno, record.name, self.format(record)))
+
+
+def forward_logs(channel: ChildChannel[ToEngine]) -> None:
+    logging.root.handlers[:] = [_Forward(channel)]
+    logging.root.setLevel(logging.INFO)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

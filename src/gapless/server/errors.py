@@ -1,0 +1,61 @@
+"""Errors as the OpenAI API tells them: a status, and an object with message, type, param and code.
+
+Knows no engine. Every answer of the server that is not a success goes through here.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.responses import Response
+
+
+class ApiError(Exception):
+    """An answer that is not a success."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status, self.message, self.param, self.code)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {"retry-after": str(self.retry_after_s)} if self.retry_after_s is not None else {}
+        return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The error object."""
+    return {"error": {"message": message, "type": _kind(status), "param": param, "code": code}}
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(dump(error.body), error.status, error.headers, "application/json")
+
+
+def dump(value: Any) -> bytes:
+    """JSON that can always be sent: lone surrogates, which clients may have sent us, stay escaped."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def _kind(status: int) -> str:
+    known = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    if status >= 500:
+        return "server_error"
+    return known.get(status, "invalid_request_error")

@@ -1,0 +1,125 @@
+"""From flights to text: the choices of one HTTP request, as their tokens come in.
+
+Owns the text state, which a crash of the engine does not touch. New tokens of a choice whose reader is slow gather in
+its flight and come out as one piece: nothing else grows. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from gapless.server.errors import ApiError
+from gapless.server.roster import Flight
+from gapless.server.supervisor import Supervisor
+from gapless.text.assembler import Assembler
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What came of one choice since the last piece. The last one has a finish reason."""
+
+    choice: Choice
+    text: str
+    tokens: Sequence[int]
+    finish_reason: str | None
+
+
+class Choice:
+    """One continuation of one prompt."""
+
+    def __init__(self, index: int, flight: Flight, assembler: Assembler, *, shows_tokens: bool = True) -> None:
+        self.index = index
+        self.flight = flight
+        self.finish_reason: str | None = None
+        self._assembler = assembler
+        self._shows_tokens = shows_tokens  # False where no tokens were asked for, and the engine had to make one
+        self._num_seen = 0
+
+    @property
+    def text(self) -> str:
+        return self._assembler.text
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._assembler.token_ids)
+
+    def take(self) -> Piece | None:
+        """The piece that is due, if any. Raises ApiError when the flight failed."""
+        if self.finish_reason is not None:
+            return None
+        over = self.flight.over
+        new = self.flight.tokens[self._num_seen :]
+        self._num_seen += len(new)
+        num_before = self.num_tokens
+        text = self._assembler.push(new) if self._shows_tokens else ""
+        if self._assembler.stop is None and over is not None:
+            _raise_failure(over.reason, over.error)
+            text += self._assembler.finish()
+        if self._assembler.stop is not None:
+            self.finish_reason = "stop"
+        elif over is not None:
+            self.finish_reason = over.reason
+        tokens = self._assembler.token_ids[num_before:]
+        return Piece(self, text, tokens, self.finish_reason) if tokens or self.finish_reason else None
+
+
+class Generation:
+    """The choices of one HTTP request."""
+
+    def __init__(
+        self, supervisor: Supervisor, choices: Sequence[Choice], changed: asyncio.Event, deadline_s: float
+    ) -> None:
+        self.choices = choices
+        self._supervisor = supervisor
+        self._changed = changed
+        self._deadline_s = deadline_s  # by the event loop's clock
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """Pieces as they come. Whoever stops reading ends the request."""
+        try:
+            while any(choice.finish_reason is None for choice in self.choices):
+                await self._wait()
+                found = [piece for choice in self.choices if (piece := choice.take()) is not None]
+                for piece in found:
+                    if piece.finish_reason is not None:
+                        self._supervisor.abort(piece.choice.flight, "stop")
+                if found:
+                    yield found
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """End what still runs."""
+        for choice in self.choices:
+            self._supervisor.abort(choice.flight)
+
+    async def finish(self) -> None:
+        """Wait for all of it."""
+        async for _ in self.pieces():
+            pass
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                await self._changed.wait()
+        except TimeoutError:
+            for choice in self.choices:
+                self._supervisor.abort(choice.flight, "timeout")
+            raise ApiError(408, "the request took longer than its timeout", code="timeout") from None
+        self._changed.clear()
+
+
+def _raise_failure(reason: str, error: str | None) -> None:
+    match reason:
+        case "stop" | "length":
+            return
+        case "invalid":
+            raise ApiError(400, error or "the engine refused the request")
+        case "refused":
+            raise ApiError(500, error or "the request was refused", code="engine_crash")
+        case "abort":
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
+        case _:
+            raise ApiError(500, error or "the engine failed", code="engine_error")

@@ -1,0 +1,159 @@
+"""What the API process and its helper processes say to each other. Values only; msgspec turns them into bytes.
+
+Token ids travel as raw little-endian int32, everything else as MessagePack. Nothing here can carry code.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from gapless.core.params import SamplingParams
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages; the tag tells them apart."""
+
+
+# -- to the engine process ---------------------------------------------------------------------------------------------
+
+
+class Start(Message, frozen=True):
+    """The first message: what to load."""
+
+    options: dict[str, Any]  # fields of EngineOptions
+
+
+class Submit(Message, frozen=True):
+    """Run this. `generated` are tokens that an engine before this one already sampled."""
+
+    id: int
+    prompt: bytes
+    generated: bytes
+    params: SamplingParams  # with its seed
+
+
+class Abort(Message, frozen=True):
+    id: int
+
+
+class Ping(Message, frozen=True):
+    id: int
+
+
+class ReadTimeline(Message, frozen=True):
+    id: int
+    seconds: float
+
+
+class Close(Message, frozen=True):
+    """End."""
+
+
+ToEngine = Start | Submit | Abort | Ping | ReadTimeline | Close
+
+
+# -- from the engine process -------------------------------------------------------------------------------------------
+
+
+class Loading(Message, frozen=True):
+    """How many tensors are loaded, of how many."""
+
+    done: int
+    total: int
+
+
+class LoadFailed(Message, frozen=True):
+    """The last message of an engine that could not start."""
+
+    message: str
+
+
+class Ready(Message, frozen=True):
+    """The engine takes requests; what the API needs to know of it."""
+
+    device: str
+    dtype: str
+    architecture: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    num_rows: int
+    num_blocks: int
+    block_size: int
+    kv_bytes: int
+
+    @property
+    def room(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_blocks * self.block_size
+
+
+class Over(Message, frozen=True):
+    """A request has ended."""
+
+    id: int
+    reason: str  # "stop", "length", "abort", "error", or "invalid": refused before the queue
+    num_cached: int = 0
+    error: str | None = None
+
+
+class News(Message, frozen=True):
+    """New tokens since the last message, in order, and after them the requests that ended."""
+
+    ids: list[int]
+    tokens: list[int]
+    over: list[Over]
+
+
+class Pong(Message, frozen=True):
+    id: int
+
+
+class Pulse(Message, frozen=True):
+    """Sent every fraction of a second by a thread that is not the loop's."""
+
+    num_turns: int
+    idle: bool
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    depth: int
+    elapsed_s: float  # since the engine was ready
+    stats: dict[str, float]  # counters of Engine.stats
+    ledger: dict[str, int]
+    idle_s: dict[str, float] | None  # device idle seconds by cause, where a recorder tells
+
+
+class Timeline(Message, frozen=True):
+    """The last seconds of each lane: (start, end, label), in seconds before now."""
+
+    id: int
+    lanes: dict[str, list[tuple[float, float, str]]]
+
+
+class Failed(Message, frozen=True):
+    """The engine's last words: a step raised, or the loop died. These requests were in it."""
+
+    message: str
+    suspects: list[int]
+
+
+class Log(Message, frozen=True):
+    level: int
+    logger: str
+    message: str
+
+
+FromEngine = Loading | LoadFailed | Ready | News | Pong | Pulse | Timeline | Failed | Log
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    values = array("i", tokens)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()

@@ -1,0 +1,96 @@
+"""Server options and limits: what an operator may set. Names, defaults and help texts; the flags are made from them.
+
+Frozen, and each value valid once it exists. Knows nothing of the engine's own options.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gapless.config import parse_bytes
+from gapless.errors import ConfigError
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How the server listens, what it allows, and how long it waits."""
+
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
+    port: int = _option(8000, "port to listen on; 0 picks a free one")
+    served_model_name: tuple[str, ...] = _option((), "names by which clients may ask for the model; repeatable")
+    api_key: tuple[str, ...] = _option((), "key that clients must send; repeatable; also from GAPLESS_API_KEY")
+    api_key_file: str | None = _option(None, "file with one key a line")
+    cors_origin: tuple[str, ...] = _option((), "origin whose pages may call the server from a browser; repeatable")
+    log_file: str | None = _option(None, "append the JSON log to this file; default: standard error")
+    max_queue: int = _option(1024, "requests that may wait beyond those that run; more get status 429")
+    max_body: str = _option("8MiB", "size of a request body at most")
+    max_n: int = _option(16, "choices for one prompt at most")
+    max_choices: int = _option(1024, "prompts of one request times n at most")
+    max_output_tokens: int = _option(2**20, "max_tokens of one request at most")
+    max_logprobs: int = _option(20, "top_logprobs of one request at most")
+    max_stop: int = _option(16, "stop strings of one request at most")
+    max_stop_length: int = _option(256, "characters of one stop string at most")
+    request_timeout: float = _option(600.0, "seconds that one request may take, queue included")
+    body_timeout: float = _option(30.0, "seconds that a client may take to send its request body")
+    template_timeout: float = _option(2.0, "seconds that the chat template may take to render a conversation")
+    health_timeout: float = _option(10.0, "seconds that the engine may take to answer /health")
+    step_timeout: float = _option(60.0, "seconds without a step's end after which the engine is killed and restarted")
+    drain_timeout: float = _option(30.0, "seconds that running requests get to finish after SIGTERM")
+
+    def __post_init__(self) -> None:
+        parse_bytes("max_body", self.max_body)
+        _whole("port", self.port, 0, 65535)
+        _whole("max_queue", self.max_queue, 0, 2**20)
+        for name in ("max_n", "max_choices", "max_output_tokens", "max_stop_length"):
+            _whole(name, getattr(self, name), 1, 2**31 - 1)
+        for name in ("max_logprobs", "max_stop"):
+            _whole(name, getattr(self, name), 0, 2**31 - 1)
+        for name in ("request", "body", "template", "health", "step"):
+            _seconds(f"{name}_timeout", getattr(self, f"{name}_timeout"), above_zero=True)
+        _seconds("drain_timeout", self.drain_timeout, above_zero=False)
+
+    @property
+    def max_body_bytes(self) -> int:
+        return parse_bytes("max_body", self.max_body)
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def read_keys(options: ServerOptions, from_environment: str | None) -> tuple[str, ...]:
+    """All keys: flags, the file's lines, and the environment's. Raises ConfigError."""
+    lines: list[str] = []
+    if options.api_key_file is not None:
+        try:
+            lines = Path(options.api_key_file).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"api_key_file {options.api_key_file}: {error}") from error
+    keys = [*options.api_key, *(line.strip() for line in lines), *([from_environment] if from_environment else [])]
+    found = tuple(key for key in keys if key)
+    if not found and (options.api_key or options.api_key_file is not None):
+        raise ConfigError("an API key was asked for, but none is given: the flag or the file is empty")
+    return found
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a whole number between {low} and {high}, got {value!r}")
+
+
+def _seconds(name: str, value: Any, *, above_zero: bool) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 10**9 or (above_zero and value == 0):
+        raise ConfigError(f"{name} must be a number of seconds{' above 0' if above_zero else ''}, got {value!r}")

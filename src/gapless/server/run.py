@@ -1,0 +1,183 @@
+"""The API process from start to end: the socket, the signals, the drain.
+
+SIGTERM or Ctrl-C   take no more requests, finish what runs within the drain time, exit 0
+the second one      now, exit 143
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+import uvicorn
+from fastapi import FastAPI
+
+from gapless.config import EngineOptions, api_key, log_level, trace_endpoint
+from gapless.errors import ConfigError, ModelNotFound
+from gapless.models.source import ModelSource, resolve
+from gapless.server.app import build_app
+from gapless.server.logs import LineWriter, set_up_logs
+from gapless.server.metrics import Metrics
+from gapless.server.options import ServerOptions, read_keys
+from gapless.server.service import Service
+from gapless.server.supervisor import ENGINE_COMMAND, Supervisor
+from gapless.server.template_process import Renderer, Template
+from gapless.server.traces import Traces
+from gapless.text import load_tokenizer
+from gapless.text.tokenizer import Tokenizer
+
+EXIT_NOW = 143
+SHUTDOWN_S = 1.0  # for answers already written to reach their clients
+BACKLOG = 2048
+log = logging.getLogger(__name__)
+
+
+def serve(options: ServerOptions, engine: EngineOptions, command: Sequence[str] = ENGINE_COMMAND) -> int:
+    """Serve until told to stop; returns the exit status. Raises GaplessError when it cannot start."""
+    keys = read_keys(options, api_key())
+    source = resolve(engine.model)
+    tokenizer = _tokenizer(source)
+    sock = _listen(options)
+    try:
+        writer = set_up_logs(options.log_file, log_level())
+    except OSError as error:
+        raise ConfigError(f"log_file {options.log_file}: {error}") from error
+    if not options.is_loopback and not keys:
+        log.warning("listening on %s without an API key: anybody who reaches it can use it", options.host)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(options, engine, source, tokenizer, keys, sock, writer, command))
+    finally:
+        writer.close()
+
+
+async def _serve(
+    options: ServerOptions,
+    engine: EngineOptions,
+    source: ModelSource,
+    tokenizer: Tokenizer | None,
+    keys: Sequence[str],
+    sock: socket.socket,
+    writer: LineWriter,
+    command: Sequence[str],
+) -> int:
+    supervisor = Supervisor(engine, step_timeout_s=options.step_timeout, command=command)
+    renderer = Renderer(_template(tokenizer), options.template_timeout)
+    service = Service(options, supervisor, tokenizer, renderer, options.served_model_name or (source.name,))
+    metrics = Metrics(supervisor)
+    writer.on_loss = metrics.log_lines_lost.inc
+    app = build_app(service, metrics, keys, Traces(trace_endpoint()))
+    host, port = sock.getsockname()[:2]
+    log.info("listening on http://%s:%d", host, port, extra={"port": port, "model": source.name})
+    try:
+        return await Life(service, app, sock).run()
+    finally:
+        await supervisor.close()
+        renderer.close()
+
+
+class Life:
+    """Server and supervisor side by side, until a signal or a failure."""
+
+    def __init__(self, service: Service, app: FastAPI, sock: socket.socket) -> None:
+        self._service = service
+        self._sock = sock
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                backlog=BACKLOG,
+                server_header=False,
+                timeout_graceful_shutdown=int(SHUTDOWN_S),
+            )
+        )
+        self._num_signals = 0
+        self._status = 0
+        self._drain: asyncio.Task[None] | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        engines = asyncio.create_task(self._service.supervisor.run())
+        serving = asyncio.create_task(self._server.serve([self._sock]))
+        await asyncio.wait((engines, serving), return_when=asyncio.FIRST_COMPLETED)
+        self._server.should_exit = True
+        await serving
+        if engines.done():
+            engines.result()  # raises why there is no engine
+        engines.cancel()
+        return self._status
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self._service.draining = True
+            self._drain = asyncio.create_task(self._finish())
+        else:
+            log.warning("second signal: stopping now")
+            self._service.supervisor.kill()
+            os._exit(EXIT_NOW)
+
+    async def _finish(self) -> None:
+        """Let what runs finish, end what does not, and stop."""
+        roster, options = self._service.supervisor.roster, self._service.options
+        log.info("draining: %d requests have %g s to finish", len(roster), options.drain_timeout)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(options.drain_timeout):
+                while len(roster):
+                    await asyncio.sleep(0.02)
+        for flight in roster:
+            self._service.supervisor.abort(flight)
+        self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, without its own idea of signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(options: ServerOptions) -> socket.socket:
+    """A bound socket: wrong addresses are found before anything is loaded."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error}") from error
+    return sock
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+def _tokenizer(source: ModelSource) -> Tokenizer | None:
+    try:
+        return load_tokenizer(source)
+    except ModelNotFound as error:
+        log.warning("%s", error)
+        return None
+
+
+def _template(tokenizer: Tokenizer | None) -> Template:
+    if tokenizer is None:
+        return Template(None, None, None)
+    return Template(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)

@@ -1,0 +1,217 @@
+"""What the server does, without HTTP: checks and tokenizes, admits or refuses, and starts generations.
+
+Owns the queue's bound, the deadline and the names of the model. Everything that a client can get wrong is found here,
+before the first byte of an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gapless.core.params import MAX_STOP_IDS, SamplingParams, derive_seed
+from gapless.errors import InvalidRequest
+from gapless.server.errors import ApiError
+from gapless.server.generation import Choice, Generation
+from gapless.server.messages import Ready
+from gapless.server.options import ServerOptions
+from gapless.server.protocol import Message, Sampling
+from gapless.server.supervisor import Supervisor
+from gapless.server.template_process import Renderer
+from gapless.text.assembler import Assembler
+from gapless.text.tokenizer import Tokenizer
+
+RETRY_AFTER_S = 1
+INLINE_CHARACTERS = 2000  # shorter texts are tokenized at once: a thread would take longer
+CHARACTERS_A_TOKEN = 512  # no tokenizer makes longer tokens on average: longer texts cannot fit
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One prompt to continue."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    shows_tokens: bool = True
+
+
+class Service:
+    """The model, open to requests."""
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        supervisor: Supervisor,
+        tokenizer: Tokenizer | None,
+        renderer: Renderer,
+        names: Sequence[str],
+    ) -> None:
+        self.options = options
+        self.supervisor = supervisor
+        self.tokenizer = tokenizer
+        self.renderer = renderer
+        self.names = tuple(names)
+        self.created = int(time.time())
+        self.draining = False
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> Ready:
+        """What the engine told of itself. Raises ApiError while it loads for the first time."""
+        if self.supervisor.info is None:
+            raise ApiError(503, "the model is loading", code="loading", retry_after_s=RETRY_AFTER_S)
+        return self.supervisor.info
+
+    def not_ready(self) -> str | None:
+        """Why requests would not be served now, or None."""
+        if self.draining:
+            return "draining"
+        if not self.supervisor.is_ready:
+            return "loading" if self.supervisor.info is None else "restarting"
+        return None
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises ApiError for one that is not served."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            raise ApiError(404, f"the model {name!r} does not exist", param="model", code="model_not_found")
+        return name
+
+    # -- text --------------------------------------------------------------------------------------------------------
+
+    async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises ApiError."""
+        tokenizer = self._tokenizer()
+        most = self.info.max_model_len * CHARACTERS_A_TOKEN
+        if len(text) > most:
+            raise ApiError(400, _too_long(self.info.max_model_len, f"more than {most} characters"), param=param)
+        try:
+            if len(text) <= INLINE_CHARACTERS:
+                return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        except InvalidRequest as error:
+            raise ApiError(400, str(error), param=param) from None
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **extra: Any) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn. Raises ApiError."""
+        self._tokenizer()
+        try:
+            text = await self.renderer.render(messages, **extra)
+        except InvalidRequest as error:
+            raise ApiError(400, str(error), param="messages") from None
+        return await self.encode(text, param="messages", add_special_tokens=False)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer().decode(tokens, skip_special_tokens=False)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ApiError(400, "the model has no tokenizer; send a completion request with token ids")
+        return self.tokenizer
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def params(self, body: Sampling, max_tokens: int, stop: str | list[str] | None) -> SamplingParams:
+        """Sampling parameters from the wire. Raises ApiError."""
+        options = self.options
+        if max_tokens > options.max_output_tokens:
+            raise ApiError(400, f"max_tokens is {max_tokens}; the server allows {options.max_output_tokens}")
+        stops = [stop] if isinstance(stop, str) else stop or []
+        if len(stops) > options.max_stop or any(len(text) > options.max_stop_length for text in stops):
+            limit = f"at most {options.max_stop} stop strings of at most {options.max_stop_length} characters"
+            raise ApiError(400, limit, param="stop")
+        if stops and self.tokenizer is None:
+            raise ApiError(400, "stop strings need a tokenizer, which the model does not have", param="stop")
+        named = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "stop_token_ids", "ignore_eos")
+        values = {name: value for name in named if (value := getattr(body, name)) is not None}
+        if values.get("top_k") == -1:
+            values["top_k"] = 0
+        try:
+            params = SamplingParams.from_dict({**values, "max_tokens": max_tokens, "stop": stops})
+        except InvalidRequest as error:
+            raise ApiError(400, str(error), param=_named_first(str(error), (*named, "stop", "max_tokens"))) from None
+        self._check_stop_ids(params)
+        return params
+
+    def _check_stop_ids(self, params: SamplingParams) -> None:
+        eos = () if params.ignore_eos else self.info.eos_token_ids
+        if len({*eos, *params.stop_token_ids}) > MAX_STOP_IDS:
+            raise ApiError(400, f"at most {MAX_STOP_IDS} stop and end-of-sequence tokens", param="stop_token_ids")
+        self.check_tokens(params.stop_token_ids, "stop_token_ids")
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Raise ApiError unless all are ids of the vocabulary."""
+        size = self.info.vocab_size
+        for token in tokens:
+            if not 0 <= token < size:
+                raise ApiError(400, f"token id {token} is not in the vocabulary of {size}", param=param)
+
+    def room_for(self, prompt: Sequence[int], max_tokens: int | None, *, param: str) -> int:
+        """How many tokens may be generated after this prompt: as many as asked for, or as many as fit."""
+        if not prompt:
+            raise ApiError(400, "the prompt is empty; it needs at least one token", param=param)
+        info = self.info
+        most = min(info.max_model_len, info.room)
+        wanted = len(prompt) + (max_tokens if max_tokens is not None else 1)
+        if wanted > most:
+            parts = f"{len(prompt)} in the prompt and {wanted - len(prompt)} to generate"
+            message = _too_long(most, f"{wanted} tokens ({parts})")
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        return max_tokens if max_tokens is not None else min(most - len(prompt), self.options.max_output_tokens)
+
+    # -- generation --------------------------------------------------------------------------------------------------
+
+    def start(self, plans: Sequence[Plan], n: int | None, timeout_s: float | None) -> Generation:
+        """Send prompts to the engine, each n times. Raises ApiError when there is no room for them."""
+        count = n or 1
+        if count > self.options.max_n:
+            raise ApiError(400, f"n is {count}; the server allows {self.options.max_n}", param="n")
+        total = len(plans) * count
+        if total > self.options.max_choices:
+            raise ApiError(400, f"{total} choices; the server allows {self.options.max_choices}", param="n")
+        self._admit(total)
+        changed = asyncio.Event()
+        limit_s = min(timeout_s or self.options.request_timeout, self.options.request_timeout)
+        choices: list[Choice] = []
+        for plan in plans:
+            for number in range(count):
+                flight = self.supervisor.submit(plan.prompt, _nth(plan.params, number), changed)
+                assembler = Assembler(self.tokenizer, plan.params.stop)
+                choices.append(Choice(len(choices), flight, assembler, shows_tokens=plan.shows_tokens))
+        return Generation(self.supervisor, choices, changed, asyncio.get_running_loop().time() + limit_s)
+
+    def _admit(self, count: int) -> None:
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
+        most = self.info.num_rows + self.options.max_queue
+        if len(self.supervisor.roster) + count > most:
+            message = f"{len(self.supervisor.roster)} requests are running or waiting, at most {most} may"
+            raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
+
+
+def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates expect them. `developer` is a newer name of `system`."""
+    return [
+        message.model_dump(exclude_unset=True) | {"role": "system" if message.role == "developer" else message.role}
+        for message in messages
+    ]
+
+
+def _nth(params: SamplingParams, number: int) -> SamplingParams:
+    """Parameters of the nth choice: with a seed, each has its own, and the first has the given one."""
+    if number == 0 or params.seed is None:
+        return params
+    return replace(params, seed=derive_seed(params.seed, number))
+
+
+def _too_long(most: int, asked: str) -> str:
+    return f"This model's maximum context length is {most} tokens. However, you requested {asked}."
+
+
+def _named_first(message: str, names: Sequence[str]) -> str | None:
+    return next((name for name in names if message.startswith(name)), None)

@@ -1,0 +1,330 @@
+"""Starts the engine process, watches it, and starts it again when it dies, with everybody in it.
+
+Owns the one engine process of the moment and the roster. A client's stream never ends because the engine did: its
+flight is sent again with the tokens it already has, and the draws of the rest depend on seed and position only.
+Knows no text and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from gapless.config import EngineOptions
+from gapless.core.params import SamplingParams, derive_seed
+from gapless.errors import GaplessError
+from gapless.server.channel import Disconnected, ParentChannel, spawn
+from gapless.server.messages import (
+    Abort,
+    Close,
+    Failed,
+    FromEngine,
+    LoadFailed,
+    Loading,
+    Log,
+    News,
+    Over,
+    Ping,
+    Pong,
+    Pulse,
+    ReadTimeline,
+    Ready,
+    Start,
+    Submit,
+    Timeline,
+    pack_tokens,
+)
+from gapless.server.roster import Flight, Roster
+
+log = logging.getLogger(__name__)
+
+ENGINE_COMMAND = (sys.executable, "-m", "gapless.server.engine_process")
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0  # before a restart; doubled while the engine does not become ready
+WATCH_S = 0.1
+CLOSE_S = 2.0  # for the engine process to end by itself
+STARTED_BYTES = 8
+
+
+class EngineFailed(GaplessError):
+    """The first engine could not be loaded. Later ones are tried again and again."""
+
+
+class Supervisor:
+    """The engine as the API sees it: submit, abort, ping; always there, sometimes slow."""
+
+    def __init__(
+        self, options: EngineOptions, *, step_timeout_s: float = 60.0, command: Sequence[str] = ENGINE_COMMAND
+    ) -> None:
+        self.options = options
+        self.roster = Roster()
+        self.info: Ready | None = None  # of the first engine; those after it are alike
+        self.pulse: Pulse | None = None  # the latest, of the engine that runs
+        self.num_restarts = 0
+        self.on_over: list[Callable[[Flight], None]] = []
+        self.on_pulse: list[Callable[[Pulse], None]] = []
+        self.on_crash: list[Callable[[], None]] = []
+        self.first_ready = asyncio.Event()
+        self.is_ready = False
+        self._step_timeout_s = step_timeout_s
+        self._command = tuple(command)
+        self._closing = False
+        self._num_flights = 0
+        self._num_questions = 0
+        self._answers: dict[int, asyncio.Future[Pong | Timeline]] = {}
+        self._channel: ParentChannel[FromEngine] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_fd = -1
+        self._moved_s = 0.0  # when the loop was last seen to move, or idle
+        self._turns = -1
+        self._blamed: Collection[int] = ()
+        self._cause = ""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process."""
+        return self._process.pid if self._process is not None else None
+
+    # -- for the API -------------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, changed: asyncio.Event) -> Flight:
+        """A new flight. It is sent at once, or when the engine is back."""
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=derive_seed(self.options.seed, self._num_flights))
+        flight = Flight(self._num_flights, prompt, params, changed)
+        self._num_flights += 1
+        self.roster.add(flight)
+        self._send_due()
+        return flight
+
+    def abort(self, flight: Flight, reason: str = "abort") -> None:
+        """End a flight now. The engine frees its blocks within a step."""
+        if flight.over is None:
+            sent = flight.sent
+            self._end(Over(flight.id, reason))
+            if sent:
+                self._send(Abort(flight.id))
+            self._send_due()
+
+    async def ping(self, timeout_s: float) -> bool:
+        """Whether the engine's loop answers."""
+        return await self._ask(Ping, timeout_s) is not None
+
+    async def timeline(self, seconds: float, timeout_s: float) -> Timeline | None:
+        """The last seconds of each lane, or None."""
+        answer = await self._ask(lambda id: ReadTimeline(id, seconds), timeout_s)
+        return answer if isinstance(answer, Timeline) else None
+
+    async def _ask(self, question: Callable[[int], Ping | ReadTimeline], timeout_s: float) -> Pong | Timeline | None:
+        if not self.is_ready:
+            return None
+        self._num_questions += 1
+        id = self._num_questions
+        self._answers[id] = asyncio.get_running_loop().create_future()
+        self._send(question(id))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._answers[id]
+        except (TimeoutError, Disconnected):
+            return None
+        finally:
+            del self._answers[id]
+
+    # -- the life of engines -----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep an engine running until closed. Raises EngineFailed when there never can be one."""
+        pause_s = FIRST_PAUSE_S
+        while not self._closing:
+            was_ready = await self._run_once()
+            if self._closing:
+                return
+            pause_s = FIRST_PAUSE_S if was_ready else min(2 * pause_s, LONGEST_PAUSE_S)
+            self.num_restarts += 1
+            await asyncio.sleep(pause_s)
+
+    async def close(self) -> None:
+        """End the engine and all flights."""
+        self._closing = True
+        for flight in self.roster:
+            self._end(Over(flight.id, "abort"))
+        self._send(Close())
+        if self._process is not None:
+            deadline = time.monotonic() + CLOSE_S
+            while self._process.poll() is None and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the engine process, now; unless closing, another one follows."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGKILL)
+
+    async def _run_once(self) -> bool:
+        """One engine process, from start to death; whether it was ever ready."""
+        await self._start()
+        watch = asyncio.create_task(self._watch())
+        was_ready = False
+        try:
+            assert self._channel is not None
+            while True:
+                message = await self._channel.receive()
+                self._take(message)
+                was_ready = was_ready or self.is_ready
+        except Disconnected:
+            self.kill()  # its socket is closed: if it is still there, it is of no more use
+        finally:
+            watch.cancel()
+            await self._bury()
+        return was_ready
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._started_fd, started_w = os.pipe()
+        os.set_blocking(self._started_fd, False)
+        self._blamed, self._cause = (), ""
+        try:
+            self._process = spawn(self._command, (theirs.fileno(), started_w))
+        finally:
+            theirs.close()
+            os.close(started_w)
+        asyncio.get_running_loop().add_reader(self._started_fd, self._read_started)
+        self._channel = await ParentChannel.open(ours, FromEngine)
+        self._send(Start(dataclasses.asdict(self.options)))
+
+    async def _bury(self) -> None:
+        """Learn why it died, and hold everybody until the next one is ready."""
+        process, channel = self._process, self._channel
+        assert process is not None
+        assert channel is not None
+        self._read_started()
+        asyncio.get_running_loop().remove_reader(self._started_fd)
+        os.close(self._started_fd)
+        self._started_fd = -1
+        channel.close()
+        self.is_ready = False
+        self.pulse = None
+        self._channel = None
+        code = await asyncio.to_thread(process.wait)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(Disconnected())
+        if not self._closing and not self.first_ready.is_set():
+            raise EngineFailed(self._cause or f"the engine process died while loading: {_describe_exit(code)}")
+        if not self._closing:
+            log.error("the engine process died: %s", self._cause or _describe_exit(code), extra={"pid": process.pid})
+            self._settle_crash()
+
+    def _settle_crash(self) -> None:
+        for flight in self.roster:
+            if (reason := self._unheard_end(flight)) is not None:
+                self._end(Over(flight.id, reason))
+        for flight in self.roster.crash(self._blamed):
+            text = f"this request was running each time the engine died ({self._cause or 'killed'}); it is not retried"
+            self._end(Over(flight.id, "refused", error=text))
+            log.error("request refused after %d crashes", flight.num_crashes, extra={"flight": flight.id})
+        for callback in self.on_crash:
+            callback()
+
+    def _unheard_end(self, flight: Flight) -> str | None:
+        """How a flight ended whose last token came, but not the word that it was the last."""
+        params, count = flight.params, len(flight.tokens)
+        assert self.info is not None
+        eos = () if params.ignore_eos else self.info.eos_token_ids
+        if count > params.min_tokens and flight.tokens[-1] in (*eos, *params.stop_token_ids):
+            return "stop"
+        is_full = len(flight.prompt) + count >= self.info.max_model_len
+        return "length" if count >= params.max_tokens or is_full else None
+
+    # -- watching ----------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Kill an engine whose loop stands still. Start-up has no deadline: loading takes what it takes."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self.is_ready and time.monotonic() - self._moved_s > self._step_timeout_s:
+                self._cause = f"no step ended within {self._step_timeout_s:g} s"
+                self.kill()
+                return
+
+    def _observe(self, pulse: Pulse) -> None:
+        self.pulse = pulse
+        if pulse.idle or pulse.num_turns != self._turns:
+            self._turns = pulse.num_turns
+            self._moved_s = time.monotonic()
+        for callback in self.on_pulse:
+            callback(pulse)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def _send(self, message: Start | Submit | Abort | Ping | ReadTimeline | Close) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def _send_due(self) -> None:
+        if self.is_ready:
+            for flight in self.roster.due():
+                params = dataclasses.replace(flight.params, stop=())
+                self._send(Submit(flight.id, pack_tokens(flight.prompt), flight.tokens.tobytes(), params))
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case News():
+                self._take_news(message)
+            case Pulse():
+                self._observe(message)
+            case Pong(id) | Timeline(id):
+                if (answer := self._answers.get(id)) is not None and not answer.done():
+                    answer.set_result(message)
+            case Ready():
+                self._be_ready(message)
+            case Log(level, name, text):
+                logging.getLogger(name).log(level, text)
+            case Failed(text, suspects):
+                self._cause, self._blamed = text, suspects
+            case LoadFailed(text):
+                self._cause = text
+            case Loading():
+                pass
+
+    def _be_ready(self, info: Ready) -> None:
+        self.info = self.info or info
+        self._moved_s, self._turns = time.monotonic(), -1
+        self.is_ready = True
+        self.first_ready.set()
+        log.info("the engine is ready", extra={"pid": self.pid, "device": info.device, "resumed": len(self.roster)})
+        self._send_due()
+
+    def _take_news(self, news: News) -> None:
+        in_quarantine = self.roster.in_quarantine
+        for id, token in zip(news.ids, news.tokens, strict=True):
+            self.roster.take_token(id, token)
+        for over in news.over:
+            self._end(over)
+        if in_quarantine:
+            self._send_due()
+
+    def _end(self, over: Over) -> None:
+        flight = self.roster.end(over)
+        if flight is not None:
+            for callback in self.on_over:
+                callback(flight)
+
+    def _read_started(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._started_fd, 512 * STARTED_BYTES):
+                for start in range(0, len(data), STARTED_BYTES):
+                    self.roster.start(int.from_bytes(data[start : start + STARTED_BYTES], "little"))
+            asyncio.get_running_loop().remove_reader(self._started_fd)
+
+
+def _describe_exit(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

@@ -1,0 +1,48 @@
+"""A span for each HTTP request, sent to an OpenTelemetry endpoint when one is configured and the packages are there.
+
+Loads nothing otherwise. The standard variables OTEL_* are read by OpenTelemetry itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from contextlib import AbstractContextManager
+from typing import Any
+
+from starlette.types import Scope
+
+log = logging.getLogger(__name__)
+
+
+class Traces:
+    """Makes spans, or nothing."""
+
+    def __init__(self, endpoint: str | None) -> None:
+        self._tracer: Any = _tracer() if endpoint else None
+
+    def span(self, scope: Scope, request_id: str) -> AbstractContextManager[Any]:
+        if self._tracer is None:
+            return contextlib.nullcontext()
+        attributes = {
+            "http.request.method": scope["method"],
+            "url.path": scope["path"],
+            "gapless.request_id": request_id,
+        }
+        span: AbstractContextManager[Any] = self._tracer.start_as_current_span(
+            f"{scope['method']} {scope['path']}", attributes=attributes
+        )
+        return span
+
+
+def _tracer() -> Any:
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        log.warning("an OpenTelemetry endpoint is configured, but %s; pip install 'gapless[otel]'", error)
+        return None
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider.get_tracer("gapless")
