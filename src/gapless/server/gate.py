@@ -12,7 +12,6 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,7 +22,6 @@ from gapless.server.traces import Traces
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"))
 log = logging.getLogger("gapless.server.access")
-request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class Gate:
@@ -42,37 +40,26 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        id = f"req_{uuid.uuid4().hex}"
-        request_id.set(id)
-        status, started_s = 0, time.monotonic()
-
-        async def sending(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", id.encode())]}
-            await send(message)
-
+        passage = Passage(self._options, scope, receive, send)
+        started_s = time.monotonic()
         try:
-            with self._traces.span(scope, id):
-                await self._pass(scope, receive, sending)
-        except ApiError as error:  # while the body was read, or after the answer began
-            if status == 0:
-                await error_response(error)(scope, receive, sending)
+            with self._traces.span(scope, passage.id):
+                await self._pass(scope, passage)
+        except ApiError as error:
+            await passage.refuse(error)
         except Exception:
-            log.exception("an unexpected error", extra={"request_id": id})
-            if status == 0:
-                await error_response(ApiError(500, "internal error"))(scope, receive, sending)
+            log.exception("an unexpected error", extra={"request_id": passage.id})
+            await passage.refuse(ApiError(500, "internal error"))
         finally:
-            self._record(scope, id, status, time.monotonic() - started_s)
+            self._record(scope, passage, time.monotonic() - started_s)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass(self, scope: Scope, passage: Passage) -> None:
         if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
             raise ApiError(401, "missing or wrong API key", code="invalid_api_key")
         declared = _header(scope, b"content-length")
         if declared.isdigit() and int(declared) > self._options.max_body_bytes:
-            raise self._too_large()
-        await self._app(scope, self._limited(receive), send)
+            raise passage.too_large()
+        await self._app(scope, passage.receive, passage.send)
 
     def _has_key(self, scope: Scope) -> bool:
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
@@ -80,39 +67,13 @@ class Gate:
         matches = [hmac.compare_digest(given, known) for known in self._keys]  # all of them, every time
         return any(matches) and scheme.lower() == b"bearer"
 
-    def _limited(self, receive: Receive) -> Receive:
-        """Receive a body of limited size, in limited time."""
-        options = self._options
-        deadline_s = asyncio.get_running_loop().time() + options.body_timeout
-        num_bytes, complete = 0, False
-
-        async def receiving() -> Message:
-            nonlocal num_bytes, complete
-            if complete:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    message = await receive()
-            except TimeoutError:
-                text = f"the request body did not arrive within {options.body_timeout:g} s"
-                raise ApiError(408, text, code="timeout") from None
-            num_bytes += len(message.get("body", b""))
-            complete = not message.get("more_body", False)
-            if num_bytes > options.max_body_bytes:
-                raise self._too_large()
-            return message
-
-        return receiving
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the request body is larger than {self._options.max_body}", code="body_too_large")
-
-    def _record(self, scope: Scope, id: str, status: int, seconds: float) -> None:
+    def _record(self, scope: Scope, passage: Passage, seconds: float) -> None:
+        status = passage.status
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.http.labels(route, str(status or "gone")).inc()
         client = scope.get("client")
         extra = {
-            "request_id": id,
+            "request_id": passage.id,
             "client_request_id": _header(scope, b"x-request-id")[:128].decode("latin-1"),
             "method": scope["method"],
             "path": scope["path"],
@@ -121,6 +82,59 @@ class Gate:
             "client": client[0] if client else None,
         }
         log.info("%s %s %s", scope["method"], scope["path"], status or "client gone", extra=extra)
+
+
+class Passage:
+    """One request on its way through: receives a body of limited size in limited time, marks the answer with its id."""
+
+    def __init__(self, options: ServerOptions, scope: Scope, receive: Receive, send: Send) -> None:
+        self.id = f"req_{uuid.uuid4().hex}"
+        self.status = 0  # of the answer, once it has begun
+        self._options = options
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._deadline_s = asyncio.get_running_loop().time() + options.body_timeout
+        self._num_bytes = 0
+        self._is_complete = False
+        self._failure: ApiError | None = None  # found while the body was read; whoever read it may have swallowed it
+
+    async def receive(self) -> Message:
+        if self._is_complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                message = await self._receive()
+        except TimeoutError:
+            text = f"the request body did not arrive within {self._options.body_timeout:g} s"
+            self._failure = ApiError(408, text, code="timeout")
+            raise self._failure from None
+        self._num_bytes += len(message.get("body", b""))
+        self._is_complete = not message.get("more_body", False)
+        if self._num_bytes > self._options.max_body_bytes:
+            self._failure = self.too_large()
+            raise self._failure
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self._failure is not None:
+            await self.refuse(self._failure)
+            return
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message = {**message, "headers": [*message["headers"], (b"x-request-id", self.id.encode())]}
+        await self._send(message)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Answer with an error, unless an answer has begun."""
+        if self.status == 0:
+            self.status = error.status
+            answer = error_response(error)
+            answer.headers["x-request-id"] = self.id
+            await answer(self._scope, self._receive, self._send)
+
+    def too_large(self) -> ApiError:
+        return ApiError(413, f"the request body is larger than {self._options.max_body}", code="body_too_large")
 
 
 def _digest(key: str) -> bytes:

@@ -156,6 +156,7 @@ def _listen(options: ServerOptions) -> socket.socket:
         sock = socket.socket(family, kind, proto)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+        sock.listen(BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error}") from error
     return sock

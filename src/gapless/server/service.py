@@ -127,6 +127,8 @@ class Service:
             raise ApiError(400, limit, param="stop")
         if stops and self.tokenizer is None:
             raise ApiError(400, "stop strings need a tokenizer, which the model does not have", param="stop")
+        if len(body.stop_token_ids or ()) > MAX_STOP_IDS:
+            raise ApiError(400, f"at most {MAX_STOP_IDS} stop token ids", param="stop_token_ids")
         named = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "stop_token_ids", "ignore_eos")
         values = {name: value for name in named if (value := getattr(body, name)) is not None}
         if values.get("top_k") == -1:

@@ -1,0 +1,41 @@
+"""An engine process with three faults that a prompt can ask for: it kills the process, hangs, or raises in a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from gapless.runner.runner import Runner
+from gapless.server.engine_process import main
+from tiny import ids
+
+KILLS, HANGS, RAISES = (ids(text) for text in ("~~~~", "^^^^", "````"))
+
+
+def asks_for(plan: Any, fault: list[int]) -> bool:
+    texts = [chunk.tokens.tolist() for chunk in plan.chunks]
+    return any(text[i : i + len(fault)] == fault for text in texts for i in range(len(text)))
+
+
+def faulty(step: Any) -> Any:
+    def run(self: Runner, plan: Any, *rest: Any) -> None:
+        if asks_for(plan, KILLS):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if asks_for(plan, HANGS):
+            threading.Event().wait()
+        if asks_for(plan, RAISES):
+            raise RuntimeError("the device said no")
+        step(self, plan, *rest)
+
+    return run
+
+
+if __name__ == "__main__":
+    Runner.step = faulty(Runner.step)  # type: ignore[method-assign]
+    main(int(sys.argv[1]), int(sys.argv[2]))

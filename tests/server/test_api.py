@@ -1,0 +1,288 @@
+"""Every endpoint of a real server, through the real `openai` client where it has a call for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from servers import MAX_LEN, Server, eventually
+
+from gapless import LLM, SamplingParams
+from tiny import ALPHABET, CPU, ids
+
+TALK = [{"role": "user", "content": "Hello"}]
+RENDERED = "user: Hello|assistant:"  # by the tiny model's template
+GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def llm(long_dir: Path) -> Any:
+    with LLM(long_dir, **CPU, depth=1, num_blocks=128) as llm:
+        yield llm
+
+
+def expected(llm: LLM, prompt: str, **params: Any) -> str:
+    return str(llm.generate([prompt], SamplingParams(**params))[0].text)
+
+
+# -- chat --------------------------------------------------------------------------------------------------------------
+
+
+def test_chat(client: openai.OpenAI, llm: LLM) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=12, **GREEDY)
+    assert answer.object == "chat.completion"
+    assert answer.model == "tiny"
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == expected(llm, RENDERED, max_tokens=12, temperature=0, ignore_eos=True)
+    assert choice.finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(RENDERED), 12)
+
+
+def test_chat_stream_has_the_shape_that_clients_depend_on(client: openai.OpenAI, llm: LLM) -> None:
+    options = {"include_usage": True}
+    stream = client.chat.completions.create(
+        model="alias", messages=TALK, max_completion_tokens=12, stream=True, stream_options=options, **GREEDY
+    )
+    chunks = list(stream)
+    assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
+    assert chunks[0].object == "chat.completion.chunk"
+    told = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert [choice.delta.role for choice in told] == ["assistant"] + [None] * (len(told) - 1)
+    assert [choice.finish_reason for choice in told] == [None] * (len(told) - 1) + ["length"]
+    text = "".join(choice.delta.content or "" for choice in told)
+    assert text == expected(llm, RENDERED, max_tokens=12, temperature=0, ignore_eos=True)
+    assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+def test_a_stream_ends_with_done_and_has_no_usage_unasked(server: Server) -> None:
+    body = {"messages": TALK, "max_tokens": 3, "stream": True}
+    status, data = server.send("POST", "/v1/chat/completions", body)
+    events = data.decode().split("\n\n")
+    assert status == 200
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(event.startswith("data: ") for event in events[:-1])
+    assert not any("usage" in event for event in events)
+
+
+def test_several_choices_have_seeds_of_their_own(client: openai.OpenAI) -> None:
+    calls = [
+        client.chat.completions.create(model="tiny", messages=TALK, max_tokens=20, n=3, seed=7, temperature=1.5)
+        for _ in range(2)
+    ]
+    first, second = ([choice.message.content for choice in call.choices] for call in calls)
+    assert first == second
+    assert len(set(first)) == 3
+    assert [choice.index for choice in calls[0].choices] == [0, 1, 2]
+    alone = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=20, seed=7, temperature=1.5)
+    assert alone.choices[0].message.content == first[0]
+    usage = calls[0].usage
+    assert usage is not None
+    assert usage.prompt_tokens == len(RENDERED)
+
+
+def test_streams_of_several_choices_do_not_mix(client: openai.OpenAI) -> None:
+    question: dict[str, Any] = {"model": "tiny", "messages": TALK, "max_tokens": 20, "n": 3, "seed": 7}
+    whole = client.chat.completions.create(**question)
+    texts, reasons = {0: "", 1: "", 2: ""}, dict[int, list[str]]()
+    for chunk in client.chat.completions.create(**question, stream=True):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            reasons.setdefault(choice.index, []).append(choice.finish_reason)
+    assert texts == {choice.index: choice.message.content for choice in whole.choices}
+    assert reasons == {choice.index: [choice.finish_reason] for choice in whole.choices}
+
+
+def test_content_parts_and_developer_messages(client: openai.OpenAI) -> None:
+    parts: Any = [
+        {"role": "developer", "content": "Be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+    ]
+    plain: Any = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hello"}]
+    answers = [
+        client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, **GREEDY)
+        for messages in (parts, plain)
+    ]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+
+
+def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=20, **GREEDY)
+    text = whole.choices[0].message.content
+    assert text
+    for stream in (False, True):
+        answer: Any = client.chat.completions.create(
+            model="tiny", messages=TALK, max_tokens=20, stop=text[5:7], stream=stream, **GREEDY
+        )
+        if stream:
+            choices = [chunk.choices[0] for chunk in answer]
+            found = "".join(choice.delta.content or "" for choice in choices)
+            assert choices[-1].finish_reason == "stop"
+        else:
+            found = answer.choices[0].message.content
+            assert answer.choices[0].finish_reason == "stop"
+        assert found == text[: text.index(text[5:7])]
+
+
+def test_the_end_of_sequence_ends_an_answer(client: openai.OpenAI, llm: LLM) -> None:
+    """With wide sampling the end token comes soon; the engine's own API says the same."""
+    answer = client.completions.create(model="tiny", prompt="abc", max_tokens=900, seed=3, temperature=2.0)
+    offline = llm.generate(["abc"], SamplingParams(max_tokens=900, seed=3, temperature=2.0))[0]
+    assert answer.choices[0].finish_reason == offline.finish_reason == "stop"
+    assert answer.choices[0].text == offline.text
+
+
+# -- completions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["Hello", ids("Hello")], ids=["text", "ids"])
+def test_completion(client: openai.OpenAI, llm: LLM, prompt: Any) -> None:
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=9, **GREEDY)
+    assert answer.object == "text_completion"
+    assert answer.choices[0].text == expected(llm, "Hello", max_tokens=9, temperature=0, ignore_eos=True)
+    echoed = client.completions.create(model="tiny", prompt=prompt, max_tokens=9, echo=True, **GREEDY)
+    assert echoed.choices[0].text == "Hello" + answer.choices[0].text
+
+
+@pytest.mark.parametrize("prompt", [["Hello", "abc"], [ids("Hello"), ids("abc")]], ids=["texts", "ids"])
+def test_a_list_of_prompts(client: openai.OpenAI, llm: LLM, prompt: Any) -> None:
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=5, n=2, **GREEDY)
+    texts = [expected(llm, text, max_tokens=5, temperature=0, ignore_eos=True) for text in ("Hello", "abc")]
+    assert [choice.text for choice in answer.choices] == [texts[0], texts[0], texts[1], texts[1]]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 8
+
+
+def test_a_completion_streams(client: openai.OpenAI, llm: LLM) -> None:
+    stream = client.completions.create(model="tiny", prompt="Hello", max_tokens=9, echo=True, stream=True, **GREEDY)
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].text for chunk in chunks)
+    assert text == "Hello" + expected(llm, "Hello", max_tokens=9, temperature=0, ignore_eos=True)
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
+    assert len({(chunk.id, chunk.created) for chunk in chunks}) == 1
+
+
+def test_no_tokens_at_all(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="tiny", prompt="Hello", max_tokens=0, echo=True)
+    assert answer.choices[0].text == "Hello"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+
+
+# -- responses ---------------------------------------------------------------------------------------------------------
+
+
+def test_response(client: openai.OpenAI, llm: LLM) -> None:
+    answer = client.responses.create(model="tiny", input="Hello", max_output_tokens=8, temperature=0)
+    assert answer.output_text == expected(llm, RENDERED, max_tokens=8, temperature=0)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage is not None
+    assert answer.usage.input_tokens == len(RENDERED)
+
+
+def test_a_response_streams_numbered_events(client: openai.OpenAI) -> None:
+    question: dict[str, Any] = {"model": "tiny", "input": TALK, "max_output_tokens": 8, "temperature": 0}
+    events = list(client.responses.create(**question, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:4]] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert events[-1].type == "response.incomplete"
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == events[-1].response.output_text == client.responses.create(**question).output_text
+
+
+def test_a_response_goes_on_with_an_earlier_one(client: openai.OpenAI, llm: LLM) -> None:
+    first = client.responses.create(model="tiny", input="Hello", max_output_tokens=5, instructions="Hm", temperature=0)
+    second = client.responses.create(
+        model="tiny", input="More", max_output_tokens=5, previous_response_id=first.id, temperature=0
+    )
+    talk = f"user: Hello|assistant: {first.output_text}|user: More|assistant:"  # instructions are not carried over
+    assert second.output_text == expected(llm, talk, max_tokens=5, temperature=0)
+    forgotten = client.responses.create(model="tiny", input="Hello", max_output_tokens=5, store=False)
+    for id in (forgotten.id, "resp_nonsense"):
+        with pytest.raises(openai.NotFoundError, match="not here"):
+            client.responses.create(model="tiny", input="More", previous_response_id=id)
+
+
+# -- text and operation ------------------------------------------------------------------------------------------------
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "alias"]
+    assert client.models.retrieve("alias").owned_by == "gapless"
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.models.retrieve("no/such")
+
+
+def test_tokenize_and_back(server: Server) -> None:
+    status, data = server.send("POST", "/tokenize", {"prompt": "Hello"})
+    assert (status, json.loads(data)) == (200, {"tokens": ids("Hello"), "count": 5, "max_model_len": MAX_LEN})
+    status, data = server.send("POST", "/tokenize", {"messages": TALK})
+    assert json.loads(data)["tokens"] == ids(RENDERED)
+    status, data = server.send("POST", "/detokenize", {"tokens": ids("Hello")})
+    assert (status, json.loads(data)) == (200, {"prompt": "Hello"})
+    long = ALPHABET[1:] * 600  # past what is tokenized at once
+    status, data = server.send("POST", "/tokenize", {"prompt": long})
+    assert json.loads(data)["count"] == len(long)
+
+
+def test_operation(server: Server) -> None:
+    assert server.get("/health") == (200, b'{"status":"ok"}')
+    assert server.get("/ready") == (200, b'{"status":"ready"}')
+    assert json.loads(server.get("/version")[1])["version"]
+    assert b"<title>" in server.get("/")[1]
+    assert b"<title>" in server.get("/docs")[1]
+    paths = json.loads(server.get("/openapi.json")[1])["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/health"} <= set(paths)
+    state = json.loads(server.get("/state")[1])
+    assert state["status"] == "ready"
+    assert state["model"] == "tiny"
+
+
+def test_metrics_count(server: Server, client: openai.OpenAI) -> None:
+    before = {name: server.metric(name) for name in ("gapless_requests_total", "gapless_generated_tokens_total")}
+    client.completions.create(model="tiny", prompt="Hello", max_tokens=7, **GREEDY)
+    server.metrics_settle("gapless_generated_tokens_total", before["gapless_generated_tokens_total"] + 7)
+    assert server.metric("gapless_requests_total") == before["gapless_requests_total"] + 1
+    text = server.get("/metrics")[1].decode()
+    for name in (
+        "gapless_time_to_first_token_seconds_bucket",
+        "gapless_time_per_output_token_seconds_bucket",
+        "gapless_queue_seconds_bucket",
+        "gapless_running_requests",
+        "gapless_waiting_requests",
+        "gapless_kv_use_ratio",
+        "gapless_prefix_hit_tokens_total",
+        "gapless_preemptions_total",
+        "gapless_prompt_tokens_total",
+        "gapless_wasted_tokens_total",
+        "gapless_gpu_idle_seconds_total{cause=",
+        "gapless_engine_restarts_total",
+        'gapless_requests_total{outcome="length"}',
+    ):
+        assert name in text, name
+
+
+def test_the_log_has_a_line_for_each_request(server: Server) -> None:
+    request = server.send("GET", "/version", None, **{"X-Request-Id": "mine"})
+    assert request[0] == 200
+    lines = eventually(lambda: [line for line in server.lines() if line.get("client_request_id") == "mine"])
+    assert lines[0]["path"] == "/version"
+    assert lines[0]["status"] == 200
+    assert lines[0]["request_id"].startswith("req_")

@@ -1,0 +1,175 @@
+"""The engine dies, hangs or raises; its clients see a pause, and then exactly what they would have seen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from servers import Server, eventually, running
+
+PROMPTS = [f"{i} times {i} is" for i in range(24)]
+ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 600, "temperature": 1.0, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory, long_dir: Path) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("faulty") / "log.jsonl"
+    flags = ("--num-blocks", "2048", "--step-timeout", "2", "--health-timeout", "0.5", "--served-model-name", "tiny")
+    with running(log, long_dir, *flags, script="faulty_server.py") as server:
+        yield server
+
+
+def ask(prompt: str, seed: int) -> dict[str, Any]:
+    return ASKED | {"prompt": prompt, "seed": seed, "extra_body": {"ignore_eos": True, "timeout": 500}}
+
+
+async def stream(client: openai.AsyncOpenAI, prompt: str, seed: int, seen: list[int]) -> str:
+    text = ""
+    async for chunk in await client.completions.create(**ask(prompt, seed)):
+        text += chunk.choices[0].text
+        seen[0] += 1
+    return text
+
+
+async def stream_all(server: Server, prompts: list[str], disturb: Any = None) -> list[str]:
+    """The texts of all prompts, streamed at the same time, while `disturb` does its worst."""
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=500)
+    seen = [0]
+    work = asyncio.gather(*(stream(client, prompt, seed, seen) for seed, prompt in enumerate(prompts)))
+    if disturb is not None:
+        await disturb(seen, work)
+    return list(await work)
+
+
+def killer(server: Server, num_kills: int, seed: int) -> Any:
+    """Kills the engine at random moments while streams are under way."""
+    random_s = random.Random(seed)
+
+    async def disturb(seen: list[int], work: asyncio.Future[Any]) -> None:
+        killed = 0
+        while killed < num_kills and not work.done():
+            engines = server.num_engines
+            before = seen[0]
+            if random_s.random() < 0.8:  # usually let some tokens come first
+                while seen[0] == before and not work.done():
+                    await asyncio.sleep(0.005)
+            await asyncio.sleep(random_s.random() * 0.3)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(server.engine_pid, signal.SIGKILL)
+                killed += 1
+            while server.num_engines == engines:
+                await asyncio.sleep(0.01)
+
+    return disturb
+
+
+def test_killed_engines_are_not_noticed(faulty: Server) -> None:
+    """Nothing lost, nothing doubled, three engines later."""
+    undisturbed = asyncio.run(stream_all(faulty, PROMPTS))
+    restarts = faulty.metric("gapless_engine_restarts_total")
+    disturbed = asyncio.run(stream_all(faulty, PROMPTS, killer(faulty, 3, seed=1)))
+    assert disturbed == undisturbed
+    assert all(len(text) > 500 for text in disturbed)
+    assert faulty.metric("gapless_engine_restarts_total") >= restarts + 2
+    assert faulty.metric('gapless_requests_total{outcome="refused"}') == 0
+
+
+@pytest.mark.slow
+def test_fifty_kills_under_load(faulty: Server) -> None:
+    undisturbed = asyncio.run(stream_all(faulty, PROMPTS))
+    restarts = faulty.metric("gapless_engine_restarts_total")
+    rounds = 0
+    while (killed := faulty.metric("gapless_engine_restarts_total") - restarts) < 50:
+        disturbed = asyncio.run(stream_all(faulty, PROMPTS, killer(faulty, int(50 - killed), seed=rounds)))
+        assert disturbed == undisturbed, f"round {rounds}"
+        rounds += 1
+    assert faulty.metric('gapless_requests_total{outcome="refused"}') == 0
+    print(f"{killed:.0f} kills in {rounds} rounds of {len(PROMPTS)} streams")
+
+
+@pytest.mark.parametrize("fault", ["~~~~", "^^^^", "````"], ids=["kills", "hangs", "raises"])
+def test_who_takes_the_engine_down_is_refused_alone(faulty: Server, fault: str) -> None:
+    prompts = PROMPTS[:6]
+    undisturbed = asyncio.run(stream_all(faulty, prompts))
+    client = faulty.client()
+
+    async def disturb(seen: list[int], work: asyncio.Future[Any]) -> None:
+        while not seen[0]:
+            await asyncio.sleep(0.005)
+        with pytest.raises(openai.InternalServerError, match="running each time the engine died") as caught:
+            await asyncio.to_thread(client.completions.create, model="tiny", prompt=fault, max_tokens=5)
+        assert caught.value.code == "engine_crash"
+        assert not work.done()
+
+    assert asyncio.run(stream_all(faulty, prompts, disturb)) == undisturbed
+    assert faulty.client().completions.create(model="tiny", prompt="ok", max_tokens=2).usage
+
+
+def test_health_tells_a_stuck_engine(faulty: Server) -> None:
+    """503 while a step hangs, although the process is there and the port is open; the watchdog then replaces it."""
+    faulty.wait_ready()
+    engines = faulty.num_engines
+    assert faulty.get("/health")[0] == 200
+    os.kill(faulty.engine_pid, signal.SIGSTOP)
+    assert faulty.error("GET", "/health")[0] == 503
+    eventually(lambda: faulty.num_engines > engines, faulty)
+    assert faulty.get("/health")[0] == 200
+    assert any("no step ended within 2 s" in line["message"] for line in faulty.lines())
+
+
+def test_ready_is_503_while_the_engine_restarts(faulty: Server) -> None:
+    faulty.wait_ready()
+    os.kill(faulty.engine_pid, signal.SIGKILL)
+    eventually(lambda: faulty.get("/ready")[0] == 503, faulty)
+    assert json.loads(faulty.get("/ready")[1])["error"]["code"] == "restarting"
+    started = time.monotonic()
+    assert (
+        faulty.client().completions.create(model="tiny", prompt="waits", max_tokens=2).usage
+    )  # is served all the same
+    assert time.monotonic() - started > 0.1
+    assert faulty.get("/ready")[0] == 200
+
+
+def test_cancelled_prefills_change_no_other_answer(faulty: Server) -> None:
+    """A quarter of the requests leave in mid-prefill; prompts share prefixes, so that blocks do too."""
+    shared = "The quick brown fox jumps over the lazy dog. " * 12
+    prompts = [shared + str(i) for i in range(16)]
+
+    async def gather(cancel: bool) -> list[str | None]:
+        client = openai.AsyncOpenAI(base_url=f"{faulty.url}/v1", api_key="none", max_retries=0)
+        tasks = [asyncio.create_task(_text(client, prompt, i)) for i, prompt in enumerate(prompts)]
+        if cancel:
+            for index, task in enumerate(tasks[::4]):
+                await asyncio.sleep(0.01 * (index + 1))
+                task.cancel()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        return [text if isinstance(text, str) else None for text in found]
+
+    async def _text(client: openai.AsyncOpenAI, prompt: str, seed: int) -> str:
+        answer = await client.completions.create(model="tiny", prompt=prompt, max_tokens=40, seed=seed)
+        return answer.choices[0].text
+
+    whole, cut = asyncio.run(gather(cancel=False)), asyncio.run(gather(cancel=True))
+    assert [text for i, text in enumerate(cut) if i % 4] == [text for i, text in enumerate(whole) if i % 4]
+    assert None in cut
+    eventually(lambda: faulty.metric("gapless_running_requests") == 0, faulty)
+    eventually(lambda: faulty.metric("gapless_kv_use_ratio") == 0, faulty)
+
+
+def test_an_engine_ends_with_its_server(tmp_path: Path, long_dir: Path) -> None:
+    """However the server ends: this one is killed."""
+    with running(tmp_path / "log.jsonl", long_dir, "--num-blocks", "64") as server:
+        pid = server.engine_pid
+        server.process.kill()
+        server.process.wait()
+        eventually(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])

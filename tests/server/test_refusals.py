@@ -1,0 +1,303 @@
+"""What a client can get wrong: each gets its status, the error object, and the name of what is wrong."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import openai
+import pytest
+from servers import MAX_LEN, TIMEOUT_S, Server, eventually
+
+TALK = [{"role": "user", "content": "Hello"}]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"logit_bias": {"5": 100}}, "logit_bias"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": -1}, "presence_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"best_of": 2}, "best_of"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"temprature": 1}, "temprature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"seed": 2**63}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 5}, "n"),  # the server's limit is 4
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["x" * 257]}, "stop"),
+        ({"stop": [""]}, None),
+        ({"stop": 5}, "stop"),
+        ({"stop_token_ids": [97]}, "stop_token_ids"),
+        ({"stop_token_ids": list(range(17))}, "stop_token_ids"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "no role"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": "Hello"}, "messages"),
+        ({"stream": "yes"}, "stream"),
+        ({"timeout": 0}, "timeout"),
+    ],
+    ids=str,
+)
+def test_a_wrong_parameter_is_refused_by_name(server: Server, values: dict[str, Any], param: str | None) -> None:
+    status, error = server.error("POST", CHAT, {"model": "tiny", "messages": TALK, "max_tokens": 20} | values)
+    assert status == 400
+    assert error["type"] == "invalid_request_error"
+    if param is not None:
+        assert error["param"].startswith(param)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_neutral_and_harmless_parameters_are_taken(server: Server, stream: bool) -> None:
+    neutral = {
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": {},
+        "n": 1,
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "best_of": None,
+        "top_k": -1,
+        "logprobs": False,
+        "stop": None,
+        "temperature": None,
+        "parallel_tool_calls": True,
+        "stream_options": {"include_usage": False} if stream else None,
+    }
+    status, _ = server.send("POST", CHAT, {"messages": TALK, "max_tokens": 2, "stream": stream} | neutral)
+    assert status == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"])
+def test_an_unknown_model_is_404_before_any_stream_byte(server: Server, path: str) -> None:
+    body = {"messages": TALK} if path == CHAT else {"tokens": [1]} if path == "/detokenize" else {"prompt": "a"}
+    body = {"input": "a"} if path == "/v1/responses" else body
+    status, error = server.error("POST", path, {"model": "gpt-9", "stream": True} | body)
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_over_long_prompt_says_both_numbers(client: openai.OpenAI, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt=[5] * (MAX_LEN + 7), stream=stream)
+    assert "context length" in caught.value.message
+    assert str(MAX_LEN) in caught.value.message
+    assert str(MAX_LEN + 7) in caught.value.message
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match=rf"context length is {MAX_LEN} .* {MAX_LEN + 1} tokens"):
+        client.completions.create(model="tiny", prompt=[5, 6], max_tokens=MAX_LEN - 1, stream=stream)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [[]], ["a", ""], [97], [-1], [1.5], [True], "\ud800", {"a": 1}, [[1], "a"]], ids=str
+)
+def test_a_bad_prompt(server: Server, prompt: Any) -> None:
+    status, error = server.error("POST", "/v1/completions", {"prompt": prompt, "max_tokens": 2})
+    assert status == 400
+    assert error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("POST", "/v1/nowhere", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/health", 405),
+        ("GET", "/v1/chat/completions/", 404),
+        ("GET", "/state?seconds=x", 400),
+        ("GET", "/../../etc/passwd", 404),
+    ],
+)
+def test_paths_and_methods(server: Server, method: str, path: str, status: int) -> None:
+    assert server.error(method, path)[0] == status
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"{}",
+        b"\xff\xfe",
+        b"[" * 5000,
+        b'{"messages": NaN}',
+        b'{"n":' + b"9" * 5000 + b"}",
+        b'{"messages":[{"role":"\\ud800","content":"a"}],"model":"\\ud800"}',
+        b'{"messages":[{"role":"user","content":"a\\ud800"}],"max_tokens":2}',
+    ],
+    ids=range(12),
+)
+def test_a_malformed_body_is_a_400(server: Server, body: bytes) -> None:
+    status, _ = server.error("POST", CHAT, body)
+    assert status in (400, 404)
+
+
+def test_a_body_must_be_json(server: Server) -> None:
+    """A form of another site can send text without asking first; it must not reach the engine."""
+    body = json.dumps({"messages": TALK}).encode()
+    assert server.error("POST", CHAT, body, **{"content-type": "text/plain"})[0] in (400, 415)
+
+
+def test_a_body_that_is_too_large(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "x" * 70_000}]}
+    status, error = server.error("POST", CHAT, body)
+    assert (status, error["code"]) == (413, "body_too_large")
+    with socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) as raw:  # without saying how long it is
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        raw.sendall(head.encode())
+        for _ in range(5):
+            raw.sendall(b"4000\r\n" + b" " * 0x4000 + b"\r\n")
+        assert raw.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nbroken header\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: minus\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"\x00\x01\x02\x03\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"a: " + b"b" * 200_000 + b"\r\n\r\n",
+        b"",
+    ],
+    ids=range(8),
+)
+def test_malformed_http_hurts_nobody(server: Server, data: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) as raw:
+        raw.sendall(data)
+        raw.shutdown(socket.SHUT_WR)
+        try:
+            answer = raw.recv(4096)
+        except ConnectionResetError:
+            answer = b""
+    assert not answer or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 2"))
+    assert server.get("/health")[0] == 200
+
+
+def test_two_requests_on_one_connection(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) as raw:
+        raw.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+        data = b""
+        while data.count(b"HTTP/1.1 200") < 2 or data.count(b'{"version"') < 2:
+            data += raw.recv(4096)
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_come_back(server: Server) -> None:
+    """128 rows and a queue of 64: the eighth times 24 fits, one more does not, and all ends well."""
+    body = {"prompt": ["a"] * 8, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    raws = []
+    for _ in range(24):
+        raw = socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S)
+        raw.sendall(_post("/v1/completions", body))
+        raws.append(raw)
+    for raw in raws:
+        assert raw.recv(20).startswith(b"HTTP/1.1 200")
+    with pytest.raises(openai.RateLimitError) as caught:
+        server.client().completions.create(model="tiny", prompt="a")
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    assert caught.value.code == "queue_full"
+    for raw in raws:
+        raw.close()
+    eventually(lambda: json.loads(server.get("/state")[1])["running"] == 0, server)
+    server.metrics_settle("gapless_kv_use_ratio", 0)
+    assert server.client().completions.create(model="tiny", prompt="a", max_tokens=1).usage
+
+
+def _post(path: str, body: Any) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+def test_a_deadline_of_its_own(client: openai.OpenAI) -> None:
+    question: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 900}
+    extra = {"timeout": 0.05, "ignore_eos": True}
+    with pytest.raises(openai.APIStatusError, match="longer than its timeout") as caught:
+        client.completions.create(**question, extra_body=extra)
+    assert caught.value.status_code == 408
+    stream = client.completions.create(**question, extra_body=extra, stream=True)
+    with pytest.raises(openai.APIError, match="longer than its timeout"):
+        list(stream)  # the stream had begun: the error is an event
+
+
+def test_an_error_event_is_followed_by_done(server: Server) -> None:
+    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "timeout": 0.05, "stream": True}
+    _, data = server.send("POST", "/v1/completions", body)
+    *_, error, done, end = data.decode().split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "timeout"
+    assert (done, end) == ("data: [DONE]", "")
+    body = {"input": "a", "ignore_eos": True, "timeout": 0.05, "stream": True}
+    _, data = server.send("POST", "/v1/responses", body)
+    kinds = [line for line in data.decode().splitlines() if line.startswith("event: ")]
+    assert kinds[-2:] == ["event: error", "event: response.failed"]
+
+
+def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
+    """Streaming or not, in the middle of the answer or before it."""
+    aborted = server.metric('gapless_requests_total{outcome="abort"}')
+    for stream in (True, False):
+        raw = socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S)
+        body = {"prompt": "abc", "max_tokens": 1000, "ignore_eos": True, "stream": stream}
+        raw.sendall(_post("/v1/completions", body))
+        if stream:
+            while b"data: " not in raw.recv(4096):
+                pass
+        else:
+            eventually(lambda: json.loads(server.get("/state")[1])["running"] == 1, server)
+        raw.close()
+        eventually(lambda: json.loads(server.get("/state")[1])["running"] == 0, server)
+    server.metrics_settle("gapless_kv_use_ratio", 0)
+    assert server.metric('gapless_requests_total{outcome="abort"}') == aborted + 2
+
+
+def test_a_slow_reader_makes_nobody_else_wait(server: Server, client: openai.OpenAI) -> None:
+    """It reads nothing of a long answer; others are served, and at the end it gets all of it."""
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    raw.settimeout(TIMEOUT_S)
+    raw.connect(("127.0.0.1", server.port))
+    body = {"prompt": ["abc"] * 8, "max_tokens": 1000, "temperature": 0, "ignore_eos": True, "stream": True}
+    raw.sendall(_post("/v1/completions", body))
+    whole = client.completions.create(
+        model="tiny", prompt="abc", max_tokens=1000, temperature=0, extra_body={"ignore_eos": True}
+    )
+    eventually(lambda: json.loads(server.get("/state")[1])["running"] == 0, server)  # the engine did not wait either
+    data = b""
+    while b"[DONE]" not in data:
+        data += raw.recv(2**16)
+    raw.close()
+    chunks = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
+    texts = ["".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == i) for i in range(8)]
+    assert texts == [whole.choices[0].text] * 8
