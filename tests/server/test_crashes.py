@@ -18,7 +18,7 @@ import pytest
 from servers import Server, eventually, running
 
 PROMPTS = [f"{i} times {i} is" for i in range(24)]
-ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 600, "temperature": 1.0, "stream": True}
+ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 400, "temperature": 1.0, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +74,14 @@ def killer(server: Server, num_kills: int, seed: int) -> Any:
 
 
 def test_killed_engines_are_not_noticed(faulty: Server) -> None:
-    """Nothing lost, nothing doubled, three engines later."""
-    undisturbed = asyncio.run(stream_all(faulty, PROMPTS))
+    """Nothing lost, nothing doubled, two engines later."""
+    prompts = PROMPTS[:12]
+    undisturbed = asyncio.run(stream_all(faulty, prompts))
     restarts = faulty.metric("gapless_engine_restarts_total")
-    disturbed = asyncio.run(stream_all(faulty, PROMPTS, killer(faulty, 3, seed=1)))
+    disturbed = asyncio.run(stream_all(faulty, prompts, killer(faulty, 2, seed=1)))
     assert disturbed == undisturbed
-    assert all(len(text) > 500 for text in disturbed)
-    assert faulty.metric("gapless_engine_restarts_total") >= restarts + 2
+    assert all(len(text) > 300 for text in disturbed)
+    assert faulty.metric("gapless_engine_restarts_total") >= restarts + 1
     assert faulty.metric('gapless_requests_total{outcome="refused"}') == 0
 
 
@@ -97,7 +98,14 @@ def test_fifty_kills_under_load(faulty: Server) -> None:
     print(f"{killed:.0f} kills in {rounds} rounds of {len(PROMPTS)} streams")
 
 
-@pytest.mark.parametrize("fault", ["~~~~", "^^^^", "````"], ids=["kills", "hangs", "raises"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("~~~~", id="kills"),
+        pytest.param("^^^^", id="hangs", marks=pytest.mark.slow),
+        pytest.param("````", id="raises", marks=pytest.mark.slow),
+    ],
+)
 def test_who_takes_the_engine_down_is_refused_alone(faulty: Server, fault: str) -> None:
     prompts = PROMPTS[:6]
     undisturbed = asyncio.run(stream_all(faulty, prompts))
@@ -133,9 +141,7 @@ def test_ready_is_503_while_the_engine_restarts(faulty: Server) -> None:
     eventually(lambda: faulty.get("/ready")[0] == 503, faulty)
     assert json.loads(faulty.get("/ready")[1])["error"]["code"] == "restarting"
     started = time.monotonic()
-    assert (
-        faulty.client().completions.create(model="tiny", prompt="waits", max_tokens=2).usage
-    )  # is served all the same
+    assert faulty.client().completions.create(model="tiny", prompt="late", max_tokens=2).usage  # served all the same
     assert time.monotonic() - started > 0.1
     assert faulty.get("/ready")[0] == 200
 

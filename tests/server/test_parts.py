@@ -1,0 +1,275 @@
+"""Parts of the server that need no server process: who may run after a crash, templates, logs, metrics, frames."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from gapless.core.params import SamplingParams
+from gapless.errors import ConfigError, InvalidRequest
+from gapless.server.channel import ChildChannel, Disconnected
+from gapless.server.logs import MAX_QUEUED, LineWriter
+from gapless.server.messages import FromEngine, News, Over, Pulse, Submit, ToEngine, pack_tokens
+from gapless.server.metrics import EngineTotals
+from gapless.server.options import ServerOptions, read_keys
+from gapless.server.responses import MAX_KEPT, Memory
+from gapless.server.roster import Flight, Roster
+from gapless.server.template_process import Renderer, Template
+
+# -- the roster --------------------------------------------------------------------------------------------------------
+
+
+def roster_of(count: int) -> tuple[Roster, list[Flight]]:
+    roster = Roster()
+    flights = [Flight(i, [1, 2], SamplingParams(seed=i), asyncio.Event()) for i in range(count)]
+    for flight in flights:
+        roster.add(flight)
+    return roster, flights
+
+
+def run(roster: Roster) -> list[int]:
+    """Send whom is due, and let them start."""
+    due = [flight.id for flight in roster.due()]
+    for id in due:
+        roster.start(id)
+    return due
+
+
+def test_after_a_crash_everybody_goes_on() -> None:
+    roster, _ = roster_of(3)
+    assert run(roster) == [0, 1, 2]
+    roster.take_token(1, 7)
+    assert roster.crash(()) == []
+    assert run(roster) == [0, 1, 2]
+
+
+def test_tokens_between_crashes_clear_everybody() -> None:
+    roster, flights = roster_of(2)
+    for number in range(20):
+        assert run(roster) == [0, 1]
+        for flight in flights:
+            roster.take_token(flight.id, number)
+        assert roster.crash(()) == []
+        assert not roster.in_quarantine
+
+
+def test_suspects_run_one_at_a_time_and_the_culprit_is_refused_alone() -> None:
+    roster, flights = roster_of(4)
+    for _ in range(2):
+        assert run(roster) == [0, 1, 2, 3]
+        assert roster.crash(()) == []
+    assert run(roster) == [0]
+    assert run(roster) == []  # nobody else while one is on trial
+    roster.take_token(0, 5)
+    assert run(roster) == [1]
+    roster.end(Over(1, "stop"))
+    assert run(roster) == [2]
+    assert roster.crash(()) == [flights[2]]
+    roster.end(Over(2, "refused"))
+    assert run(roster) == [3]
+    roster.take_token(3, 5)
+    assert run(roster) == [0]  # it had proved itself, and starts again now
+    assert not roster.in_quarantine
+
+
+def test_who_runs_alone_is_refused_at_the_second_crash() -> None:
+    roster, flights = roster_of(1)
+    run(roster)
+    assert roster.crash(()) == []
+    run(roster)
+    assert roster.crash(()) == flights
+
+
+def test_those_who_only_waited_are_no_suspects() -> None:
+    roster, flights = roster_of(3)
+    for _ in range(2):
+        roster.due()
+        roster.start(0)
+        found = roster.crash(())
+    assert found == [flights[0]]
+    assert flights[1].num_crashes == 0
+
+
+def test_an_engine_that_knows_whose_step_failed_is_believed() -> None:
+    roster, flights = roster_of(3)
+    run(roster)
+    assert roster.crash([1]) == []
+    run(roster)
+    assert roster.crash([1]) == [flights[1]]
+    assert flights[0].num_crashes == 0
+
+
+def test_a_late_token_or_end_of_a_flight_that_left_is_ignored() -> None:
+    roster, flights = roster_of(1)
+    run(roster)
+    roster.end(Over(0, "abort"))
+    assert roster.take_token(0, 1) is None
+    assert roster.end(Over(0, "stop")) is None
+    assert flights[0].over == Over(0, "abort")
+    assert len(roster) == 0
+
+
+# -- templates ---------------------------------------------------------------------------------------------------------
+
+TALK = [{"role": "user", "content": "hi"}]
+
+
+def render(template: str | None, *, timeout_s: float = 5.0) -> str:
+    async def go() -> str:
+        renderer = Renderer(Template(template, None, None), timeout_s)
+        try:
+            return await renderer.render(TALK)
+        finally:
+            renderer.close()
+
+    return asyncio.run(go())
+
+
+def test_a_template_renders_in_its_own_process() -> None:
+    assert render("{{ messages[0].content }}!") == "hi!"
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        render(None)
+    with pytest.raises(InvalidRequest, match="does not parse"):
+        render("{% if %}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 9 ** 9 ** 9 }}",  # one operation, which no other thread of the same process could interrupt
+    ],
+    ids=["loops", "powers"],
+)
+def test_a_hostile_template_neither_stalls_the_event_loop_nor_outlives_its_time(template: str) -> None:
+    async def go() -> float:
+        renderer = Renderer(Template(template, None, None), 0.5)
+        longest, last = 0.0, asyncio.get_running_loop().time()
+
+        async def tick() -> None:
+            nonlocal longest, last
+            while True:
+                await asyncio.sleep(0.01)
+                now = asyncio.get_running_loop().time()
+                longest, last = max(longest, now - last), now
+
+        ticking = asyncio.create_task(tick())
+        for _ in range(2):  # the second needs another process
+            with pytest.raises(InvalidRequest, match=r"longer than 0\.5 s"):
+                await renderer.render(TALK)
+        ticking.cancel()
+        renderer.close()
+        return longest
+
+    assert asyncio.run(go()) < 0.4
+
+
+def test_a_template_cannot_take_all_memory() -> None:
+    with pytest.raises(InvalidRequest, match="memory|could not be rendered|refused"):
+        render("{{ 'x' * 10 ** 11 }}", timeout_s=20)
+
+
+def test_a_template_cannot_reach_files() -> None:
+    with pytest.raises(InvalidRequest, match="refused"):
+        render("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+
+
+# -- logs --------------------------------------------------------------------------------------------------------------
+
+
+def record(text: str, **extra: object) -> logging.LogRecord:
+    return logging.makeLogRecord({"msg": text, "levelno": logging.INFO, "levelname": "INFO", "name": "x", **extra})
+
+
+def test_a_log_line_is_json(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    writer = LineWriter(os.open(path, os.O_WRONLY | os.O_CREAT))
+    writer.emit(record("hello\n\ud800", request_id="r1"))
+    writer.close()
+    line = json.loads(path.read_text())
+    assert (line["message"], line["level"], line["request_id"]) == ("hello\n\ud800", "info", "r1")
+
+
+def test_a_reader_that_stalls_or_leaves_stops_nobody() -> None:
+    lost = threading.Semaphore(0)
+    read_fd, write_fd = os.pipe()
+    writer = LineWriter(write_fd, lost.release)
+    for _ in range(MAX_QUEUED + 3000):  # nobody reads: pipe and queue fill up, and then lines are dropped
+        writer.emit(record("x" * 100))
+    assert lost.acquire(timeout=10)
+    os.close(read_fd)
+    writer.emit(record("to a broken pipe"))
+    writer.close()
+    assert lost.acquire(timeout=10)
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def test_frames_survive_the_wire_and_a_death_is_noticed() -> None:
+    ours, theirs = socket.socketpair()
+    sender: ChildChannel[FromEngine] = ChildChannel(ours.detach(), FromEngine)
+    receiver: ChildChannel[FromEngine | ToEngine] = ChildChannel(theirs.detach(), FromEngine | ToEngine)
+    params = SamplingParams(max_tokens=3, stop_token_ids=(4,), seed=-5)
+    sent = [News([1, 2], [3, 4], [Over(1, "stop")]), Submit(9, pack_tokens([1, 70000]), b"", params)]
+    for message in sent:
+        sender.send(message)
+        assert receiver.receive() == message
+    sender._socket.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(Disconnected):
+        receiver.receive()
+
+
+def test_totals_go_on_when_an_engine_dies() -> None:
+    totals = EngineTotals()
+
+    def pulse(steps: float, busy_s: float, elapsed_s: float) -> Pulse:
+        stats = {"num_steps": steps, "busy_s": busy_s}
+        return Pulse(1, False, 0, 0, 0, 2, elapsed_s, stats, {"no graph": 2}, None)
+
+    totals.observe(pulse(10, 1.0, 4.0))
+    totals.engine_died()
+    assert totals.get("stats", "num_steps") == 10
+    totals.observe(pulse(5, 0.5, 1.0))
+    assert totals.get("stats", "num_steps") == 15
+    assert totals.get("ledger", "no graph") == 4
+    assert totals.get("idle", "unattributed") == 3.5
+    assert totals.names("ledger") == ["no graph"]
+
+
+def test_keys_come_from_flags_file_and_environment(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("a\n\n b \n")
+    assert read_keys(ServerOptions(api_key=("x",), api_key_file=str(path)), "env") == ("x", "a", "b", "env")
+    assert read_keys(ServerOptions(), None) == ()
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="none is given"):
+        read_keys(ServerOptions(api_key_file=str(path)), None)
+
+
+def test_memory_is_bounded() -> None:
+    memory = Memory()
+    for number in range(MAX_KEPT + 5):
+        memory.keep(str(number), [{"role": "user", "content": "x"}])
+    assert memory.recall("5")
+    with pytest.raises(Exception, match="not here"):
+        memory.recall("4")
+    for number in range(5):
+        memory.keep(f"big {number}", [{"role": "user", "content": "x" * 20 * 2**20}])
+    with pytest.raises(Exception, match="not here"):
+        memory.recall("big 1")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("example.org", False)],
+)
+def test_loopback(host: str, is_loopback: bool) -> None:
+    assert ServerOptions(host=host).is_loopback is is_loopback
