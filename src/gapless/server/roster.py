@@ -7,7 +7,8 @@ Owns flights. Knows no process and no socket: it is told what happened and says 
 
 A crash sends everybody back to be held. Whoever was running in two crashes with no token in between is a suspect.
 Suspects run one at a time, while all others that have not proved themselves wait; a new token clears a suspect. One
-that takes the engine down again is refused, alone.
+that takes the engine down again is refused, alone. A SIGKILL may be the operator's or the memory's and not due to any
+request: then it takes more of them before a request is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from dataclasses import dataclass, field
 from gapless.core.params import SamplingParams
 from gapless.server.messages import Over
 
-MAX_CRASHES = 2  # of one request, with no token between them
+MAX_CRASHES = 2  # while a request ran, with no token between them: then it is a suspect
+MAX_KILLS = 4  # the same, all from outside: then a suspect that ran alone is refused
 
 
 @dataclass(eq=False, slots=True)
@@ -125,7 +127,7 @@ class Roster:
             self._on_trial = None
         return flight
 
-    def crash(self, blamed: Collection[int]) -> list[Flight]:
+    def crash(self, blamed: Collection[int], *, from_outside: bool = False) -> list[Flight]:
         """The engine is gone. Everybody is held again; returns whom to refuse.
 
         `blamed` are those of the step that failed; empty when the engine could not tell.
@@ -139,10 +141,12 @@ class Roster:
             flight.num_crashes = 1 if made_progress else flight.num_crashes + 1
             flight.num_tokens_at_crash = len(flight.tokens)
         repeated = [flight for flight in suspects if flight.num_crashes >= MAX_CRASHES]
-        refused = repeated if len(suspects) == 1 else []
+        enough = MAX_KILLS if from_outside else MAX_CRASHES
+        refused = [flight for flight in repeated if len(suspects) == 1 and flight.num_crashes >= enough]
         self._suspects.extend(flight for flight in repeated if flight not in refused)
         self._on_trial = None
         for flight in self._flights.values():
             flight.sent = flight.started = False
-        self._held = dict(self._flights)
+        unlucky_first = sorted(self._flights.values(), key=lambda flight: -flight.num_crashes)
+        self._held = {flight.id: flight for flight in unlucky_first}
         return refused

@@ -221,13 +221,13 @@ class Supervisor:
             raise EngineFailed(self._cause or f"the engine process died while loading: {_describe_exit(code)}")
         if not self._closing:
             log.error("the engine process died: %s", self._cause or _describe_exit(code), extra={"pid": process.pid})
-            self._settle_crash()
+            self._settle_crash(from_outside=code == -signal.SIGKILL and not self._cause)
 
-    def _settle_crash(self) -> None:
+    def _settle_crash(self, *, from_outside: bool) -> None:
         for flight in self.roster:
             if (reason := self._unheard_end(flight)) is not None:
                 self._end(Over(flight.id, reason))
-        for flight in self.roster.crash(self._blamed):
+        for flight in self.roster.crash(self._blamed, from_outside=from_outside):
             text = f"this request was running each time the engine died ({self._cause or 'killed'}); it is not retried"
             self._end(Over(flight.id, "refused", error=text))
             log.error("request refused after %d crashes", flight.num_crashes, extra={"flight": flight.id})
