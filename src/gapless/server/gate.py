@@ -20,6 +20,7 @@ from gapless.server.metrics import Metrics
 from gapless.server.options import ServerOptions
 from gapless.server.traces import Traces
 
+QUIET_PATHS = frozenset(("/health", "/ready", "/metrics", "/state"))  # asked for all the time: logged when debugging
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"))
 log = logging.getLogger("gapless.server.access")
 
@@ -81,7 +82,8 @@ class Gate:
             "duration_s": round(seconds, 6),
             "client": client[0] if client else None,
         }
-        log.info("%s %s %s", scope["method"], scope["path"], status or "client gone", extra=extra)
+        level = logging.DEBUG if scope["path"] in QUIET_PATHS and status == 200 else logging.INFO
+        log.log(level, "%s %s %s", scope["method"], scope["path"], status or "client gone", extra=extra)
 
 
 class Passage:
