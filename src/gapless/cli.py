@@ -123,6 +123,11 @@ def build_parser() -> argparse.ArgumentParser:
     from gapless.bench.offline import add_arguments
 
     add_arguments(offline)
+    serving = _command(kinds, "serve", "load on an OpenAI endpoint, and how long its clients wait", _bench_serve)
+    from gapless.bench.serving import add_arguments as add_load_options
+
+    add_load_options(serving)
+    add_engine_options(serving)
     return parser
 
 
@@ -241,6 +246,12 @@ def _bench_offline(args: argparse.Namespace) -> int:
     from gapless.bench.offline import main as bench
 
     return bench(args)
+
+
+def _bench_serve(args: argparse.Namespace) -> int:
+    from gapless.bench.serving import main as bench
+
+    return bench(args, engine_options(args))
 
 
 if __name__ == "__main__":

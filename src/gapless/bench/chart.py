@@ -38,18 +38,18 @@ def bar_chart(groups: Sequence[Group], title: str, subtitle: str) -> str:
     longest = max((_reach(bar) * group.scale for group in groups for bar in group.bars), default=1.0)
     unit = (WIDTH - LABEL_WIDTH - VALUE_WIDTH - 2 * MARGIN) / longest
     parts = [
-        _text(MARGIN, 28, title, size=17, weight="bold"),
-        _text(MARGIN, 48, subtitle, size=12, color=FAINT),
+        text(MARGIN, 28, title, size=17, weight="bold"),
+        text(MARGIN, 48, subtitle, size=12, color=FAINT),
     ]
     y = TITLE_HEIGHT
     for group in groups:
-        parts.append(_text(MARGIN, y + 16, group.title, weight="bold"))
+        parts.append(text(MARGIN, y + 16, group.title, weight="bold"))
         y += GROUP_GAP - 8
         for bar in group.bars:
             parts += _bar(bar, y, unit * group.scale)
             y += BAR_HEIGHT + BAR_GAP
         y += GROUP_GAP - BAR_GAP - 14
-    return _document(y, parts)
+    return document(y, parts)
 
 
 def _reach(bar: Bar) -> float:
@@ -60,9 +60,9 @@ def _bar(bar: Bar, y: int, unit: float) -> list[str]:
     left, middle = MARGIN + LABEL_WIDTH, y + BAR_HEIGHT / 2
     color, weight = (OURS, "bold") if bar.is_ours else (THEIRS, "normal")
     parts = [
-        _text(left - 8, y + 13, bar.label, anchor="end", weight=weight),
+        text(left - 8, y + 13, bar.label, anchor="end", weight=weight),
         f"<rect x='{left}' y='{y}' width='{bar.value * unit:.1f}' height='{BAR_HEIGHT}' fill='{color}'/>",
-        _text(left + _reach(bar) * unit + 6, y + 13, bar.text),
+        text(left + _reach(bar) * unit + 6, y + 13, bar.text),
     ]
     if bar.spread is not None:
         low, high = (left + value * unit for value in bar.spread)
@@ -74,7 +74,7 @@ def _bar(bar: Bar, y: int, unit: float) -> list[str]:
     return parts
 
 
-def _text(
+def text(
     x: float, y: float, text: str, *, size: int = 12, color: str = INK, weight: str = "normal", anchor: str = "start"
 ) -> str:
     return (
@@ -83,7 +83,7 @@ def _text(
     )
 
 
-def _document(height: int, parts: Sequence[str]) -> str:
+def document(height: int, parts: Sequence[str]) -> str:
     size = f"width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}'"
     body = "\n".join(parts)
     return f"<svg xmlns='http://www.w3.org/2000/svg' {size}>\n<rect {size} fill='white'/>\n{body}\n</svg>\n"

@@ -24,34 +24,37 @@ class CompletionAnswer:
         self._generation = generation
         self._body = body
         self._model = model
+        self._tells_ids = bool(body.return_token_ids)
         self._echoes = echoes  # for each choice, what to say before its own text
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
         await self._generation.finish()
-        choices = [self._choice(choice, self._echo(choice) + choice.text) for choice in self._generation.choices]
+        choices = [self._choice(c, self._echo(c) + c.text, c.tokens) for c in self._generation.choices]
         return self._head() | {"choices": choices, "usage": usage(self._generation.choices)}
 
     async def events(self) -> AsyncIterator[bytes]:
         """Chunks of each choice as they come, then usage if asked for, then [DONE]."""
         for choice in self._generation.choices:
             if echo := self._echo(choice):
-                yield event(self._head() | {"choices": [self._choice(choice, echo, finished=False)]})
+                yield event(self._head() | {"choices": [self._choice(choice, echo, (), finished=False)]})
         async for pieces in self._generation.pieces():
-            yield b"".join(self._piece(piece) for piece in pieces if piece.text or piece.finish_reason)
+            shown = [piece for piece in pieces if piece.text or piece.finish_reason or self._tells_ids]
+            yield b"".join(self._piece(piece) for piece in shown)
         options = self._body.stream_options
         if options is not None and options.include_usage:
             yield event(self._head() | {"choices": [], "usage": usage(self._generation.choices)})
         yield DONE
 
     def _piece(self, piece: Piece) -> bytes:
-        choice = self._choice(piece.choice, piece.text, finished=piece.finish_reason is not None)
+        choice = self._choice(piece.choice, piece.text, piece.tokens, finished=piece.finish_reason is not None)
         return event(self._head() | {"choices": [choice]})
 
-    def _choice(self, choice: Choice, text: str, *, finished: bool = True) -> dict[str, Any]:
+    def _choice(self, choice: Choice, text: str, tokens: Sequence[int], *, finished: bool = True) -> dict[str, Any]:
         reason = choice.finish_reason if finished else None
-        return {"index": choice.index, "text": text, "logprobs": None, "finish_reason": reason}
+        told = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": reason}
+        return told | {"token_ids": list(tokens)} if self._tells_ids else told
 
     def _echo(self, choice: Choice) -> str:
         return self._echoes[choice.index] if self._echoes else ""

@@ -42,6 +42,10 @@ class Choice:
         return self._assembler.text
 
     @property
+    def tokens(self) -> Sequence[int]:
+        return self._assembler.token_ids
+
+    @property
     def num_tokens(self) -> int:
         return len(self._assembler.token_ids)
 

@@ -139,6 +139,7 @@ class CompletionRequest(Sampling):
     stream_options: StreamOptions | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
+    return_token_ids: bool | None = Field(None, description="tell the token ids of each piece beside its text")
 
 
 class ResponsesRequest(Sampling):

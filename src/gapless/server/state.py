@@ -20,6 +20,7 @@ async def read_state(service: Service, metrics: Metrics, seconds: float) -> dict
         "model": service.names[0],
         "status": service.not_ready() or "ready",
         "device": info.device if info is not None else None,
+        "vocab_size": info.vocab_size if info is not None else None,
         "running": running,
         "waiting": max(0, len(supervisor.roster) - running),
         "depth": pulse.depth if pulse is not None else None,

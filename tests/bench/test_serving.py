@@ -1,0 +1,150 @@
+"""`gapless bench serve`: loads come from their seed, numbers mean what they say, and a real run leaves its files."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from gapless.bench.load import make_load, read_range
+from gapless.bench.openai_client import Endpoint, Sample, complete
+from gapless.bench.own_server import engine_flags
+from gapless.bench.waits import spread, summarize
+from gapless.cli import build_parser, engine_options, main
+from gapless.errors import ConfigError
+
+
+def arguments(*flags: str) -> argparse.Namespace:
+    return build_parser().parse_args(["bench", "serve", *flags])
+
+
+def test_the_load_comes_from_its_seed() -> None:
+    args = arguments("--requests", "200", "--rate", "50", "--input-length", "3-9", "--output-length", "4")
+    load = make_load(args, 100)
+    assert load == make_load(args, 100)
+    assert load != make_load(arguments("--requests", "200", "--rate", "50", "--load-seed", "1"), 100)
+    assert {len(str(ask.prompt).split()) for ask in load} == set(range(3, 10))
+    assert {ask.max_tokens for ask in load} == {4}
+    delays = [ask.delay_s for ask in load]
+    assert delays == sorted(delays)
+    assert 2.5 < delays[-1] < 6.0  # 200 arrivals at 50 a second
+    ids = make_load(arguments("--requests", "5", "--prompts", "ids"), 97)
+    assert all(isinstance(ask.prompt, list) and max(ask.prompt) < 97 for ask in ids)
+
+
+@pytest.mark.parametrize("text", ["0", "5-3", "a", "3-", "-4", ""])
+def test_a_wrong_range(text: str) -> None:
+    if text == "3-":
+        assert read_range("--x", text) == (3, 3)
+        return
+    with pytest.raises(ConfigError, match="--x must be N or LOW-HIGH"):
+        read_range("--x", text)
+
+
+def sample(due_s: float, first_s: float, end_s: float, tokens: int, error: str | None = None) -> Sample:
+    return Sample(due_s, first_s, end_s, 10, tokens, [first_s, end_s], error)
+
+
+def test_the_numbers_mean_what_they_say() -> None:
+    samples = [sample(0, 0.1, 1.1, 11), sample(1, 1.5, 2.0, 6), sample(2, 2.1, 4.0, 2), sample(3, 3, 3, 0, "no")]
+    found = summarize(samples, slo_ttft_ms=200, slo_tpot_ms=150)
+    assert (found.num_requests, found.num_errors, found.errors) == (4, 1, {"no": 1})
+    assert found.seconds == 4.0
+    assert found.output_tokens_per_s == 19 / 4
+    assert found.ttft_ms["max"] == pytest.approx(500)
+    assert found.tpot_ms["p50"] == pytest.approx(100)
+    assert found.whole_ms["mean"] == pytest.approx((1100 + 1000 + 2000) / 3)
+    assert found.good_share == 0.25  # the second was late at first, the third later, the fourth failed
+    assert found.goodput_per_s == 0.25
+
+
+def test_percentiles() -> None:
+    found = spread([i / 1000 for i in range(100, 0, -1)])
+    assert found == pytest.approx({"mean": 50.5, "p50": 51, "p90": 91, "p99": 100, "max": 100})
+    assert spread([]) == {}
+
+
+def test_the_engine_options_reach_the_server() -> None:
+    flags = ["--model", "x", "--depth", "2", "--no-prefix-cache", "--kv-memory", "1GiB"]
+    options = engine_options(arguments(*flags))
+    assert engine_options(build_parser().parse_args(["serve", *engine_flags(options)])) == options
+
+
+async def _answer(data: bytes) -> Sample:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(data)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        return await complete(Endpoint.from_url(f"http://127.0.0.1:{port}/v1"), {}, 0.0, 10.0)
+
+
+USAGE = b'{"prompt_tokens": 3, "completion_tokens": 7}'
+STREAM = b'data: {"choices": [{"text": "a"}]}\n\ndata: {"choices": [], "usage": ' + USAGE + b"}"
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (OK + b"\r\n" + STREAM + b"\n\ndata: [DONE]\n\n", None),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\ndata:\r\n" + b"%x\r\n%b\r\n" % (len(STREAM) - 5, STREAM[5:])
+         + b"10\r\n\n\ndata: [DONE]\n\n\r\n0\r\n\r\n", None),
+        (OK + b"\r\n" + STREAM, "ended before"),
+        (OK + b'\r\ndata: {"error": {"message": "broke"}}\n\n', "broke"),
+        (b"HTTP/1.1 429 Too Many\r\n\r\nslow down", "status 429: slow down"),
+        (b"nonsense", "bytes"),
+        (b"", "bytes"),
+    ],
+    ids=range(7),
+)  # fmt: skip
+def test_any_servers_stream_is_read(answer: bytes, error: str | None) -> None:
+    found = asyncio.run(_answer(answer))
+    if error is None:
+        assert (found.error, found.num_output_tokens, found.num_prompt_tokens, len(found.chunk_s)) == (None, 7, 3, 1)
+    else:
+        assert error in (found.error or "")
+
+
+def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, words in (
+        (["--url", "ftp://x"], "--url must be like"),
+        (["--url", "http://127.0.0.1:1"], "does not list its models"),
+        (["--requests", "0"], "--requests must be at least 1"),
+        (["--url", "http://x", "--idle"], "leave --url out"),
+        (["--rate", "-1"], "--rate must be above 0"),
+    ):
+        assert main(["bench", "serve", *flags]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_whole_run(tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", str(tiny_dir), "--device", "cpu", "--dtype", "float32", "--num-blocks", "512", "--depth", "2"]
+    load = [
+        "--requests",
+        "12",
+        "--concurrency",
+        "4",
+        "--input-length",
+        "8",
+        "--output-length",
+        "10",
+        "--prompts",
+        "ids",
+    ]
+    files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg"), "--idle", "--prompts", "ids"]
+    assert main(["bench", "serve", *flags, *load, *files]) == 0
+    out = capsys.readouterr().out
+    assert "12 requests in" in out
+    assert "device idle:" in out
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["summary"]["output_tokens"] == 120
+    assert found["summary"]["prompt_tokens"] == 96
+    assert 0 <= found["idle"]["offline"] <= 1
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
