@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -36,7 +37,7 @@ class Template(Message, frozen=True):
 
 
 class Render(Message, frozen=True):
-    messages: list[dict[str, Any]]
+    conversation: str  # JSON, which alone holds all that a client may have sent: numbers of any size, half characters
     extra: dict[str, Any]
 
 
@@ -79,9 +80,13 @@ def _compile(given: Template) -> ChatTemplate:
 
 def _render(template: Template, message: Render) -> Rendered | Refused:
     try:
-        return Rendered(_compile(template).render(message.messages, **message.extra))
+        text = _compile(template).render(json.loads(message.conversation), **message.extra)
+        text.encode()
+        return Rendered(text)
     except GaplessError as error:
-        return Refused(str(error))
+        return Refused(str(error).encode("utf-8", "backslashreplace").decode())
+    except UnicodeEncodeError:
+        return Refused("the messages are not valid Unicode: they have a lone surrogate")
     except MemoryError:
         return Refused("the chat template needs too much memory")
 
@@ -103,12 +108,12 @@ class Renderer:
             answer = None
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    channel.send(Render([dict(message) for message in messages], extra))
+                    channel.send(Render(json.dumps(messages), extra))
                     answer = await channel.receive()
             except TimeoutError:
                 raise InvalidRequest(f"the chat template took longer than {self._timeout_s:g} s") from None
-            except (Disconnected, TypeError, UnicodeError) as error:
-                raise InvalidRequest(f"the chat template could not be rendered: {error}") from None
+            except Disconnected:
+                raise InvalidRequest("the chat template could not be rendered") from None
             finally:
                 if answer is None:
                     self.close()  # it still works, or is dead; its late answer would be taken for another's
