@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent / "server"))
+
+from servers import running
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MAX_TOKENS = 6
 
 
-def run_example(name: str) -> list[str]:
+def run_example(name: str, *arguments: str) -> list[str]:
     """The lines that the example prints; fails the test when it does not end well."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), str(MAX_TOKENS)],
+        [sys.executable, str(EXAMPLES / name), str(MAX_TOKENS), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -45,6 +49,12 @@ def test_sync_vs_async() -> None:
     assert "depth 1" in one
     assert "depth 2" in two
     assert "equal at both depths" in closing
+
+
+def test_client(tmp_path: Path, tiny_dir: Path) -> None:
+    with running(tmp_path / "log.jsonl", tiny_dir, "--num-blocks", "64") as server:
+        lines = run_example("client.py", server.url)
+    assert lines[-1].endswith(f"tokens from {tiny_dir.name}")
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
