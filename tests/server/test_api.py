@@ -179,6 +179,71 @@ def test_no_tokens_at_all(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == 0
 
 
+# -- log-probabilities -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_likelihoods_as_evaluation_harnesses_read_them(server: Server, llm: LLM, max_tokens: int, stream: bool) -> None:
+    """One entry for each prompt token, the first null; the texts of several prompts at once; cached prompts too."""
+    prompts = [ids("The quick brown fox"), ids("a")]
+    body = {"prompt": prompts, "echo": True, "logprobs": 2, "max_tokens": max_tokens, "temperature": 0}
+    for _ in range(2):
+        _, data = server.send("POST", "/v1/completions", body | {"stream": stream})
+        choices = _choices(data, stream)
+        for choice, prompt in zip(choices, prompts, strict=True):
+            found = choice["logprobs"]
+            assert len(found["token_logprobs"]) == len(prompt) + max_tokens
+            assert found["token_logprobs"][0] is None
+            assert found["top_logprobs"][0] is None
+            assert "".join(found["tokens"]) == choice["text"]
+            assert found["text_offset"] == list(range(len(prompt) + max_tokens))
+            params = SamplingParams(max_tokens=1, temperature=0, logprobs=2, prompt_logprobs=2)
+            offline = llm.generate([prompt], params)[0]
+            assert offline.prompt_logprobs is not None
+            scores = [*offline.prompt_logprobs[1:], *(offline.logprobs or ())][: len(prompt) - 1 + max_tokens]
+            assert found["token_logprobs"][1:] == pytest.approx([score.logprob for score in scores if score], abs=1e-4)
+            for top, score in zip(found["top_logprobs"][1:], scores, strict=True):
+                assert score is not None
+                assert set(top) == {ALPHABET[token] for token, _ in score.top} | {ALPHABET[score.token]}
+
+
+def _choices(data: bytes, stream: bool) -> list[dict[str, Any]]:
+    """The choices of an answer; those of a stream put together from their pieces."""
+    if not stream:
+        return list(json.loads(data)["choices"])
+    whole: dict[int, dict[str, Any]] = {}
+    for line in data.decode().splitlines():
+        if line.startswith("data: {"):
+            (piece,) = json.loads(line[6:])["choices"]
+            choice = whole.setdefault(piece["index"], {"text": "", "logprobs": {}})
+            choice["text"] += piece["text"]
+            for name, values in piece["logprobs"].items():
+                choice["logprobs"].setdefault(name, []).extend(values)
+    return [whole[index] for index in sorted(whole)]
+
+
+def test_likelihoods_of_a_chat(client: openai.OpenAI, llm: LLM) -> None:
+    question: dict[str, Any] = {"model": "tiny", "messages": TALK, "max_tokens": 6, "logprobs": True, "top_logprobs": 3}
+    offline = llm.generate([RENDERED], SamplingParams(max_tokens=6, temperature=0, logprobs=3, ignore_eos=True))[0]
+    assert offline.logprobs is not None
+    answer = client.chat.completions.create(**question, **GREEDY)
+    assert answer.choices[0].logprobs is not None
+    whole = answer.choices[0].logprobs.content or []
+    streamed = []
+    for chunk in client.chat.completions.create(**question, **GREEDY, stream=True):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content or []
+    assert [item.token for item in streamed] == [item.token for item in whole] == list(offline.text)
+    for item, score in zip(whole, offline.logprobs, strict=True):
+        assert item.logprob == pytest.approx(score.logprob, abs=1e-4)
+        assert item.bytes == list(item.token.encode())
+        assert [top.token for top in item.top_logprobs] == [ALPHABET[token] for token, _ in score.top]
+    bare = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=2, logprobs=True)
+    assert bare.choices[0].logprobs is not None
+    assert [item.top_logprobs for item in bare.choices[0].logprobs.content or []] == [[], []]
+
+
 # -- responses ---------------------------------------------------------------------------------------------------------
 
 

@@ -146,6 +146,25 @@ def test_ready_is_503_while_the_engine_restarts(faulty: Server) -> None:
     assert faulty.get("/ready")[0] == 200
 
 
+def test_log_probabilities_survive_a_crash(faulty: Server) -> None:
+    """Those of the prompt came before it and are not asked for again; those of the tokens go on."""
+    client = faulty.client()
+    question: dict[str, Any] = {"model": "tiny", "prompt": "abc", "max_tokens": 600, "seed": 3, "logprobs": 2}
+    extra = {"extra_body": {"ignore_eos": True}}
+    undisturbed = client.completions.create(**question, echo=True, **extra).choices[0].logprobs
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": []}
+    killed = False
+    for chunk in client.completions.create(**question, echo=True, stream=True, **extra):
+        for name, values in found.items():
+            values.extend(getattr(chunk.choices[0].logprobs, name))
+        if len(found["tokens"]) > 20 and not killed:
+            killed = True
+            os.kill(faulty.engine_pid, signal.SIGKILL)
+    assert undisturbed is not None
+    assert found["tokens"] == undisturbed.tokens
+    assert found["token_logprobs"][1:] == pytest.approx((undisturbed.token_logprobs or [])[1:], abs=1e-3)
+
+
 def test_cancelled_prefills_change_no_other_answer(faulty: Server) -> None:
     """A quarter of the requests leave in mid-prefill; prompts share prefixes, so that blocks do too."""
     shared = "The quick brown fox jumps over the lazy dog. " * 12

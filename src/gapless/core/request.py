@@ -67,10 +67,13 @@ class Request:
     def lacks_prompt_scores(self) -> bool:
         """Some of the prompt's log-probabilities are wanted and not here yet."""
         return self.params.prompt_logprobs is not None and self.num_prompt_scores < self.num_prompt - 1
+
     def resume_after(self, generated: IntArray) -> None:
         """Before submission: go on after tokens sampled elsewhere, as a preempted request goes on after its own."""
         if len(self.prompt) + len(generated) >= self.limit:
             raise InvalidRequest(f"{len(generated)} generated tokens leave nothing to generate, limit {self.limit}")
+        if self.params.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs come before the first generated token; ask no more for them")
         self.tokens = int_array(np.concatenate((self.prompt, generated)))
         if self.params.logprobs is not None:
             self.scores = [np.empty(0, np.int32)] * len(generated)  # whoever has the tokens has their scores

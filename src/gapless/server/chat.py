@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from gapless.core.outcome import TokenLogprob
 from gapless.server.errors import ApiError
 from gapless.server.generation import Choice, Generation, Piece
+from gapless.server.logprobs import TokenTexts, chat_logprobs
 from gapless.server.protocol import ChatRequest, refuse_unsupported
 from gapless.server.service import Plan, Service, chat_messages
 from gapless.server.sse import DONE, event
@@ -17,7 +19,8 @@ from gapless.server.sse import DONE, event
 class ChatAnswer:
     """One conversation being answered."""
 
-    def __init__(self, generation: Generation, body: ChatRequest, model: str) -> None:
+    def __init__(self, generation: Generation, body: ChatRequest, model: str, texts: TokenTexts) -> None:
+        self._texts = texts
         self._generation = generation
         self._body = body
         self._model = model
@@ -30,7 +33,7 @@ class ChatAnswer:
             {
                 "index": choice.index,
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": None,
+                "logprobs": self._logprobs(choice.logprobs),
                 "finish_reason": choice.finish_reason,
             }
             for choice in self._generation.choices
@@ -40,7 +43,7 @@ class ChatAnswer:
     async def events(self) -> AsyncIterator[bytes]:
         """Chunks: the role, then the text of each choice as it comes, then usage if asked for, then [DONE]."""
         for choice in self._generation.choices:
-            yield self._chunk(choice.index, {"role": "assistant", "content": ""}, None)
+            yield self._chunk(choice.index, {"role": "assistant", "content": ""})
         async for pieces in self._generation.pieces():
             yield b"".join(self._piece(piece) for piece in pieces)
         options = self._body.stream_options
@@ -50,14 +53,26 @@ class ChatAnswer:
         yield DONE
 
     def _piece(self, piece: Piece) -> bytes:
-        data = self._chunk(piece.choice.index, {"content": piece.text}, None) if piece.text else b""
+        index, data = piece.choice.index, b""
+        if piece.text or piece.logprobs:
+            data = self._chunk(index, {"content": piece.text}, logprobs=self._logprobs(piece.logprobs))
         if piece.finish_reason is not None:
-            data += self._chunk(piece.choice.index, {}, piece.finish_reason)
+            data += self._chunk(index, {}, finish_reason=piece.finish_reason)
         return data
 
-    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return event(self._head("chat.completion.chunk") | {"choices": [choice]})
+
+    def _logprobs(self, scores: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return chat_logprobs(self._texts, scores) if self._body.logprobs else None
 
     def error_event(self, error: ApiError) -> bytes:
         """What a stream says when it cannot go on."""
@@ -75,14 +90,17 @@ async def answer_chat(service: Service, body: ChatRequest) -> ChatAnswer:
     """Check, tokenize and start. Raises ApiError."""
     model = service.check_model(body.model)
     refuse_unsupported(body)
-    if body.logprobs or body.top_logprobs:
-        raise ApiError(400, "logprobs are not supported", param="logprobs", code="unsupported_parameter")
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    service.check_logprobs(body.top_logprobs, param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ; send one", param="max_tokens")
     prompt = await service.encode_chat(chat_messages(body.messages))
     max_tokens = service.room_for(prompt, body.max_completion_tokens or body.max_tokens, param="messages")
-    params = service.params(body, max_tokens, body.stop)
-    return ChatAnswer(service.start([Plan(prompt, params)], body.n, body.timeout), body, model)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = service.params(body, max_tokens, body.stop, logprobs=logprobs)
+    generation = service.start([Plan(prompt, params)], body.n, body.timeout)
+    return ChatAnswer(generation, body, model, service.token_texts)
 
 
 def usage(choices: list[Choice] | Any) -> dict[str, Any]:

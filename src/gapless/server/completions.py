@@ -7,9 +7,11 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from gapless.core.outcome import TokenLogprob
 from gapless.server.chat import usage
 from gapless.server.errors import ApiError
-from gapless.server.generation import Choice, Generation, Piece
+from gapless.server.generation import Generation, Piece
+from gapless.server.logprobs import CompletionLogprobs, TokenTexts
 from gapless.server.protocol import CompletionRequest, refuse_unsupported
 from gapless.server.service import Plan, Service
 from gapless.server.sse import DONE, event
@@ -20,44 +22,53 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 class CompletionAnswer:
     """Prompts being continued."""
 
-    def __init__(self, generation: Generation, body: CompletionRequest, model: str, echoes: Sequence[str]) -> None:
+    def __init__(
+        self, generation: Generation, body: CompletionRequest, model: str, echoes: Sequence[str], texts: TokenTexts
+    ) -> None:
         self._generation = generation
         self._body = body
         self._model = model
         self._tells_ids = bool(body.return_token_ids)
         self._echoes = echoes  # for each choice, what to say before its own text
+        self._begun: set[int] = set()  # choices that have said it
+        self._logprobs = [CompletionLogprobs(texts) for _ in generation.choices] if body.logprobs is not None else []
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
         await self._generation.finish()
-        choices = [self._choice(c, self._echo(c) + c.text, c.tokens) for c in self._generation.choices]
+        choices = [
+            self._choice(Piece(choice, choice.text, choice.tokens, choice.finish_reason, choice.logprobs))
+            for choice in self._generation.choices
+        ]
         return self._head() | {"choices": choices, "usage": usage(self._generation.choices)}
 
     async def events(self) -> AsyncIterator[bytes]:
         """Chunks of each choice as they come, then usage if asked for, then [DONE]."""
-        for choice in self._generation.choices:
-            if echo := self._echo(choice):
-                yield event(self._head() | {"choices": [self._choice(choice, echo, (), finished=False)]})
         async for pieces in self._generation.pieces():
-            shown = [piece for piece in pieces if piece.text or piece.finish_reason or self._tells_ids]
-            yield b"".join(self._piece(piece) for piece in shown)
+            told = [self._choice(piece) for piece in pieces if self._says_anything(piece)]
+            yield b"".join(event(self._head() | {"choices": [choice]}) for choice in told)
         options = self._body.stream_options
         if options is not None and options.include_usage:
             yield event(self._head() | {"choices": [], "usage": usage(self._generation.choices)})
         yield DONE
 
-    def _piece(self, piece: Piece) -> bytes:
-        choice = self._choice(piece.choice, piece.text, piece.tokens, finished=piece.finish_reason is not None)
-        return event(self._head() | {"choices": [choice]})
+    def _says_anything(self, piece: Piece) -> bool:
+        return bool(piece.text or piece.finish_reason or piece.logprobs or self._tells_ids)
 
-    def _choice(self, choice: Choice, text: str, tokens: Sequence[int], *, finished: bool = True) -> dict[str, Any]:
-        reason = choice.finish_reason if finished else None
-        told = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": reason}
-        return told | {"token_ids": list(tokens)} if self._tells_ids else told
-
-    def _echo(self, choice: Choice) -> str:
-        return self._echoes[choice.index] if self._echoes else ""
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        """A piece on the wire. The first one of a choice echoes its prompt, if asked to."""
+        choice, text = piece.choice, piece.text
+        tokens: list[int] = list(piece.tokens)
+        scores: list[TokenLogprob | None] = list(piece.logprobs)
+        if self._echoes and choice.index not in self._begun:
+            self._begun.add(choice.index)
+            text = self._echoes[choice.index] + text
+            tokens = [*choice.flight.prompt, *tokens]
+            scores = [*(choice.flight.prompt_logprobs or ()), *scores]
+        logprobs = self._logprobs[choice.index].tell(tokens, scores) if self._logprobs else None
+        told = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        return told | {"token_ids": list(piece.tokens)} if self._tells_ids else told
 
     def error_event(self, error: ApiError) -> bytes:
         """What a stream says when it cannot go on."""
@@ -75,16 +86,16 @@ async def answer_completion(service: Service, body: CompletionRequest) -> Comple
     """Check, tokenize and start. Raises ApiError."""
     model = service.check_model(body.model)
     refuse_unsupported(body)
-    if body.logprobs is not None:
-        raise ApiError(400, "logprobs are not supported", param="logprobs", code="unsupported_parameter")
+    service.check_logprobs(body.logprobs, param="logprobs")
     prompts = [await _tokens(service, prompt) for prompt in _prompts(body)]
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     plans = []
     for prompt in prompts:
         max_tokens = max(1, service.room_for(prompt, max(1, wanted), param="prompt"))
-        plans.append(Plan(prompt, service.params(body, max_tokens, body.stop), shows_tokens=wanted > 0))
+        scores = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
+        plans.append(Plan(prompt, service.params(body, max_tokens, body.stop, **scores), shows_tokens=wanted > 0))
     echoes = [service.decode(prompt) for prompt in prompts for _ in range(body.n or 1)] if body.echo else []
-    return CompletionAnswer(service.start(plans, body.n, body.timeout), body, model, echoes)
+    return CompletionAnswer(service.start(plans, body.n, body.timeout), body, model, echoes, service.token_texts)
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:

@@ -25,7 +25,7 @@ from functools import partial
 import numpy as np
 
 from gapless.config import EngineOptions
-from gapless.core.outcome import Finished, Progress
+from gapless.core.outcome import Finished, Progress, TokenLogprob, prompt_logprobs
 from gapless.core.request import Request
 from gapless.errors import EngineClosed, GaplessError, InvalidRequest, StepFailed
 from gapless.models.source import resolve
@@ -56,7 +56,17 @@ EXIT_FAILED = 70
 STARTED = struct.Struct("<q")
 log = logging.getLogger(__name__)
 
-Item = tuple[int, int] | Over | Pong
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scored:
+    """Outbox: the log-probabilities of this request's prompt are known. The sender thread puts them into words."""
+
+    id: int
+    request: Request
+
+
+Token = tuple[int, int, TokenLogprob | None]
+Item = Token | Scored | Over | Pong
 
 
 def main(socket_fd: int, started_fd: int) -> None:
@@ -100,6 +110,7 @@ class EngineProcess:
         self._outbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._began_s = time.monotonic()
         self._suspects: list[int] = []
+        self._scored: set[int] = set()  # requests whose prompt's log-probabilities were told
 
     def run(self) -> None:
         """Serve until the parent says close or is gone."""
@@ -149,7 +160,10 @@ class EngineProcess:
 
     def _deliver(self, id: int, news: Progress | Finished) -> None:
         if isinstance(news, Progress):
-            self._outbox.put((id, news.token))
+            if news.request.params.prompt_logprobs is not None and id not in self._scored:
+                self._scored.add(id)
+                self._outbox.put(Scored(id, news.request))
+            self._outbox.put((id, news.token, news.logprob))
             return
         if isinstance(news.error, StepFailed | EngineClosed):
             self._suspects.append(id)
@@ -159,6 +173,7 @@ class EngineProcess:
                     self._fail(news.error)
             return
         del self._requests[id]
+        self._scored.discard(id)
         error = str(news.error) if news.error is not None else None
         self._outbox.put(Over(id, news.reason, news.request.num_cached, error))
 
@@ -177,20 +192,26 @@ class EngineProcess:
                 while True:
                     items.append(self._outbox.get_nowait())
             except queue.Empty:
-                self._channel.send(_news(items))
+                self._channel.send(self._news(items))
             for item in items:
                 if isinstance(item, Pong):
                     self._channel.send(item)
+
+    def _news(self, items: list[Item]) -> News:
+        tokens = [item for item in items if isinstance(item, tuple)]
+        scored = [item for item in items if isinstance(item, Scored)]
+        return News(
+            ids=[id for id, _, _ in tokens],
+            tokens=[token for _, token, _ in tokens],
+            over=[item for item in items if isinstance(item, Over)],
+            logprobs={i: score for i, (_, _, score) in enumerate(tokens) if score is not None},
+            prompt_logprobs={item.id: list(prompt_logprobs(item.request) or ()) for item in scored},
+        )
 
     def _send_pulses(self) -> None:
         while True:
             self._channel.send(read_pulse(self._engine, time.monotonic() - self._began_s))
             time.sleep(PULSE_S)
-
-
-def _news(items: list[Item]) -> News:
-    tokens = [item for item in items if isinstance(item, tuple)]
-    return News([id for id, _ in tokens], [t for _, t in tokens], [item for item in items if isinstance(item, Over)])
 
 
 def _or_exit(target: object) -> None:

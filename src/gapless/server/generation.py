@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from gapless.core.outcome import TokenLogprob
 from gapless.server.errors import ApiError
 from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
@@ -24,6 +25,7 @@ class Piece:
     text: str
     tokens: Sequence[int]
     finish_reason: str | None
+    logprobs: Sequence[TokenLogprob] = ()  # one for each token, if asked for
 
 
 class Choice:
@@ -46,6 +48,10 @@ class Choice:
         return self._assembler.token_ids
 
     @property
+    def logprobs(self) -> Sequence[TokenLogprob]:
+        return self.flight.logprobs[: self.num_tokens]
+
+    @property
     def num_tokens(self) -> int:
         return len(self._assembler.token_ids)
 
@@ -64,9 +70,11 @@ class Choice:
         if self._assembler.stop is not None:
             self.finish_reason = "stop"
         elif over is not None:
-            self.finish_reason = over.reason
+            self.finish_reason = over.reason if self._shows_tokens else "length"
         tokens = self._assembler.token_ids[num_before:]
-        return Piece(self, text, tokens, self.finish_reason) if tokens or self.finish_reason else None
+        if not tokens and self.finish_reason is None:
+            return None
+        return Piece(self, text, tokens, self.finish_reason, self.flight.logprobs[num_before : self.num_tokens])
 
 
 class Generation:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
 
 
@@ -108,6 +109,8 @@ class News(Message, frozen=True):
     ids: list[int]
     tokens: list[int]
     over: list[Over]
+    logprobs: dict[int, TokenLogprob] = {}  # by index in `tokens`, of those who asked
+    prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}  # by request, with its first token
 
 
 class Pong(Message, frozen=True):

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
 from gapless.server.messages import Over
 
@@ -36,6 +37,8 @@ class Flight:
     params: SamplingParams  # with its seed
     changed: asyncio.Event  # set when anything below has changed; the reader clears it
     tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each of `tokens`, if asked for
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first token, if asked for
     num_cached: int = 0
     over: Over | None = None
     sent: bool = False
@@ -100,7 +103,11 @@ class Roster:
             if flight.started_s is None:
                 flight.started_s = time.monotonic()
 
-    def take_token(self, id: int, token: int) -> Flight | None:
+    def take_prompt_logprobs(self, id: int, scores: list[TokenLogprob | None]) -> None:
+        if (flight := self._flights.get(id)) is not None:
+            flight.prompt_logprobs = scores
+
+    def take_token(self, id: int, token: int, logprob: TokenLogprob | None = None) -> Flight | None:
         """None for a flight that left already."""
         flight = self._flights.get(id)
         if flight is None:
@@ -108,6 +115,8 @@ class Roster:
         if flight.first_token_s is None:
             flight.first_token_s = time.monotonic()
         flight.tokens.append(token)
+        if logprob is not None:
+            flight.logprobs.append(logprob)
         flight.changed.set()
         if flight is self._on_trial:
             self._on_trial = None

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gapless.core.params import MAX_STOP_IDS, SamplingParams, derive_seed
+from gapless.core.params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams, derive_seed
 from gapless.errors import InvalidRequest
 from gapless.server.errors import ApiError
 from gapless.server.generation import Choice, Generation
+from gapless.server.logprobs import TokenTexts
 from gapless.server.messages import Ready
 from gapless.server.options import ServerOptions
 from gapless.server.protocol import Message, Sampling
@@ -54,6 +55,7 @@ class Service:
         self.tokenizer = tokenizer
         self.renderer = renderer
         self.names = tuple(names)
+        self.token_texts = TokenTexts(tokenizer)
         self.created = int(time.time())
         self.draining = False
 
@@ -116,8 +118,16 @@ class Service:
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
-    def params(self, body: Sampling, max_tokens: int, stop: str | list[str] | None) -> SamplingParams:
-        """Sampling parameters from the wire. Raises ApiError."""
+    def check_logprobs(self, count: int | None, *, param: str) -> None:
+        """Raise ApiError for more of the likeliest tokens than can be told."""
+        most = min(self.options.max_logprobs, MAX_LOGPROBS, self.info.vocab_size)
+        if count is not None and count > most:
+            raise ApiError(400, f"{param} is {count}; the server allows {most}", param=param)
+
+    def params(
+        self, body: Sampling, max_tokens: int, stop: str | list[str] | None, **scores: int | None
+    ) -> SamplingParams:
+        """Sampling parameters from the wire; `scores` are logprobs and prompt_logprobs. Raises ApiError."""
         options = self.options
         if max_tokens > options.max_output_tokens:
             raise ApiError(400, f"max_tokens is {max_tokens}; the server allows {options.max_output_tokens}")
@@ -134,7 +144,7 @@ class Service:
         if values.get("top_k") == -1:
             values["top_k"] = 0
         try:
-            params = SamplingParams.from_dict({**values, "max_tokens": max_tokens, "stop": stops})
+            params = SamplingParams.from_dict({**values, **scores, "max_tokens": max_tokens, "stop": stops})
         except InvalidRequest as error:
             raise ApiError(400, str(error), param=_named_first(str(error), (*named, "stop", "max_tokens"))) from None
         self._check_stop_ids(params)

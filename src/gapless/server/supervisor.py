@@ -273,6 +273,8 @@ class Supervisor:
         if self.is_ready:
             for flight in self.roster.due():
                 params = dataclasses.replace(flight.params, stop=())
+                if flight.tokens:  # its prompt's log-probabilities came with the first of them
+                    params = dataclasses.replace(params, prompt_logprobs=None)
                 self._send(Submit(flight.id, pack_tokens(flight.prompt), flight.tokens.tobytes(), params))
 
     def _take(self, message: FromEngine) -> None:
@@ -305,8 +307,10 @@ class Supervisor:
 
     def _take_news(self, news: News) -> None:
         in_quarantine = self.roster.in_quarantine
-        for id, token in zip(news.ids, news.tokens, strict=True):
-            self.roster.take_token(id, token)
+        for id, scores in news.prompt_logprobs.items():
+            self.roster.take_prompt_logprobs(id, scores)
+        for index, (id, token) in enumerate(zip(news.ids, news.tokens, strict=True)):
+            self.roster.take_token(id, token, news.logprobs.get(index))
         for over in news.over:
             self._end(over)
         if in_quarantine:
