@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -29,10 +30,9 @@ def begin(server: Server) -> openai.Stream[openai.types.Completion]:
 
 
 def test_a_drain_finishes_what_runs_and_takes_no_more(tmp_path: Path, long_dir: Path) -> None:
-    flags = ("--host", "0.0.0.0", "--cors-origin", "https://a.example")
+    flags = ("--host", "0.0.0.0")
     with running(tmp_path / "log.jsonl", long_dir, *NAME, *flags) as server:
         assert any("without an API key" in line["message"] for line in server.lines())
-        _check_cors(server)
         stream = begin(server)
         server.process.send_signal(signal.SIGTERM)
         eventually(lambda: server.get("/ready")[0] == 503)
@@ -55,7 +55,8 @@ def test_a_drain_has_an_end_and_a_key_guards(tmp_path: Path, long_dir: Path) -> 
     keys.write_text("first-key\nsecond-key\n")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    flags = ("--drain-timeout", "0.2", "--api-key-file", str(keys), "--port", str(port))
+    flags = ("--drain-timeout", "0.2", "--api-key-file", str(keys), "--port", str(port), "--write-timeout", "0.3")
+    flags += ("--cors-origin", "https://a.example")
     command = [sys.executable, "-m", "gapless.cli", "serve", "--model", str(long_dir), *FLAGS, *NAME, *flags]
     with subprocess.Popen([*command, "--log-file", "/dev/full"], env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
         try:
@@ -64,6 +65,8 @@ def test_a_drain_has_an_end_and_a_key_guards(tmp_path: Path, long_dir: Path) -> 
             eventually(lambda: _answers(server), server)
             server.wait_ready()
             _check_keys(server)
+            _check_cors(server)
+            _check_stalled_reader(server)
             stream = (
                 server.client()
                 .with_options(api_key="second-key")
@@ -78,6 +81,20 @@ def test_a_drain_has_an_end_and_a_key_guards(tmp_path: Path, long_dir: Path) -> 
         finally:
             if process.poll() is None:
                 process.kill()
+
+
+def _check_stalled_reader(server: Server) -> None:
+    """It asks for more than the system's buffers hold and takes nothing: it is let go, and its request with it."""
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    raw.connect(("127.0.0.1", server.port))
+    wide = {"prompt": ["a"] * 64, "max_tokens": 1000, "stream": True, "ignore_eos": True, "logprobs": 5}
+    data = json.dumps(wide).encode()
+    raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+    raw.sendall(f"authorization: Bearer first-key\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    eventually(lambda: server.metric("gapless_running_requests") > 0, server)
+    eventually(lambda: server.metric('gapless_requests_total{outcome="abort"}') == 64, server)
+    raw.close()
 
 
 def _answers(server: Server) -> bool:

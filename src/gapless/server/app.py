@@ -71,11 +71,10 @@ def build_app(service: Service, metrics: Metrics, keys: Sequence[str], traces: T
     _add_operation(app, service, metrics)
     _add_pages(app)
     _add_errors(app)
-    if service.options.cors_origin:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=service.options.cors_origin, allow_methods=["*"], allow_headers=["*"]
-        )
     app.add_middleware(Gate, options=service.options, keys=keys, metrics=metrics, traces=traces)
+    if service.options.cors_origin:  # outside of the gate: what a browser asks first comes without a key
+        origins = service.options.cors_origin
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
@@ -84,20 +83,20 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions", response_model=ChatResponse)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await _respond(request, await answer_chat(service, body), body.stream)
+        return await _respond(service, request, await answer_chat(service, body), body.stream)
 
     @app.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _respond(request, await answer_completion(service, body), body.stream)
+        return await _respond(service, request, await answer_completion(service, body), body.stream)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        return await _respond(request, await answer_response(service, body, memory), body.stream)
+        return await _respond(service, request, await answer_response(service, body, memory), body.stream)
 
 
-async def _respond(request: Request, answer: Answer, stream: bool | None) -> Response:
+async def _respond(service: Service, request: Request, answer: Answer, stream: bool | None) -> Response:
     if stream:
-        return EventStream(answer.events(), answer.error_event, answer.close)
+        return EventStream(answer.events(), answer.error_event, answer.close, service.options.write_timeout)
     try:
         return _json(await finish_for(request, answer.whole()))
     except ClientGone:

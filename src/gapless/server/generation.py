@@ -89,10 +89,12 @@ class Generation:
         self._deadline_s = deadline_s  # by the event loop's clock
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """Pieces as they come. Whoever stops reading ends the request."""
+        """Pieces as they come. Whoever stops reading ends the request; so does the deadline, read or not."""
+        alarm = asyncio.get_running_loop().call_at(self._deadline_s, self._expire)
         try:
             while any(choice.finish_reason is None for choice in self.choices):
-                await self._wait()
+                await self._changed.wait()
+                self._changed.clear()
                 found = [piece for choice in self.choices if (piece := choice.take()) is not None]
                 for piece in found:
                     if piece.finish_reason is not None:
@@ -100,7 +102,12 @@ class Generation:
                 if found:
                     yield found
         finally:
+            alarm.cancel()
             self.abort()
+
+    def _expire(self) -> None:
+        for choice in self.choices:
+            self._supervisor.abort(choice.flight, "timeout")
 
     def abort(self) -> None:
         """End what still runs."""
@@ -112,16 +119,6 @@ class Generation:
         async for _ in self.pieces():
             pass
 
-    async def _wait(self) -> None:
-        try:
-            async with asyncio.timeout_at(self._deadline_s):
-                await self._changed.wait()
-        except TimeoutError:
-            for choice in self.choices:
-                self._supervisor.abort(choice.flight, "timeout")
-            raise ApiError(408, "the request took longer than its timeout", code="timeout") from None
-        self._changed.clear()
-
 
 def _raise_failure(reason: str, error: str | None) -> None:
     match reason:
@@ -131,6 +128,8 @@ def _raise_failure(reason: str, error: str | None) -> None:
             raise ApiError(400, error or "the engine refused the request")
         case "refused":
             raise ApiError(500, error or "the request was refused", code="engine_crash")
+        case "timeout":
+            raise ApiError(408, "the request took longer than its timeout", code="timeout")
         case "abort":
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
         case _:

@@ -39,6 +39,7 @@ class ServerOptions:
     max_stop_length: int = _option(256, "characters of one stop string at most")
     request_timeout: float = _option(600.0, "seconds that one request may take, queue included")
     body_timeout: float = _option(30.0, "seconds that a client may take to send its request body")
+    write_timeout: float = _option(60.0, "seconds without a byte taken of a stream, before its client is gone")
     template_timeout: float = _option(2.0, "seconds that the chat template may take to render a conversation")
     health_timeout: float = _option(10.0, "seconds that the engine may take to answer /health")
     step_timeout: float = _option(60.0, "seconds without a step's end after which the engine is killed and restarted")
@@ -52,7 +53,7 @@ class ServerOptions:
             _whole(name, getattr(self, name), 1, 2**31 - 1)
         for name in ("max_logprobs", "max_stop"):
             _whole(name, getattr(self, name), 0, 2**31 - 1)
-        for name in ("request", "body", "template", "health", "step"):
+        for name in ("request", "body", "write", "template", "health", "step"):
             _seconds(f"{name}_timeout", getattr(self, f"{name}_timeout"), above_zero=True)
         _seconds("drain_timeout", self.drain_timeout, above_zero=False)
 

@@ -28,6 +28,7 @@ from gapless.server.service import Service
 from gapless.server.supervisor import ENGINE_COMMAND, Supervisor
 from gapless.server.template_process import Renderer, Template
 from gapless.server.traces import Traces
+from gapless.server.wire import Http
 from gapless.text import load_tokenizer
 from gapless.text.tokenizer import Tokenizer
 
@@ -73,6 +74,8 @@ async def _serve(
     writer.on_loss = metrics.log_lines_lost.inc
     app = build_app(service, metrics, keys, Traces(trace_endpoint()))
     host, port = sock.getsockname()[:2]
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        await renderer.start()
     log.info("listening on http://%s:%d", host, port, extra={"port": port, "model": source.name})
     try:
         return await Life(service, app, sock).run()
@@ -90,6 +93,8 @@ class Life:
         self._server = _Server(
             uvicorn.Config(
                 app,
+                http=Http,
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",

@@ -44,12 +44,14 @@ class EventStream(Response):
         events: AsyncIterator[bytes],
         on_error: Callable[[ApiError], bytes],
         on_close: Callable[[], None],
+        write_timeout_s: float,
     ) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
         self._on_error = on_error
         self._on_close = on_close
+        self._write_timeout_s = write_timeout_s
         self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,12 +65,20 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await self._write(send, data)
         except ApiError as error:
-            await send({"type": "http.response.body", "body": self._on_error(error), "more_body": True})
+            await self._write(send, self._on_error(error))
         finally:
             await _close(self._events)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, send: Send, data: bytes) -> None:
+        """Wait until the client has room for it; one that takes nothing for too long is as good as gone."""
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except TimeoutError:
+            raise ClientGone from None
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -66,7 +66,7 @@ class Supervisor:
     ) -> None:
         self.options = options
         self.roster = Roster()
-        self.info: Ready | None = None  # of the first engine; those after it are alike
+        self.info: Ready | None = None  # of the latest engine that was ready
         self.pulse: Pulse | None = None  # the latest, of the engine that runs
         self.num_restarts = 0
         self.on_over: list[Callable[[Flight], None]] = []
@@ -298,7 +298,7 @@ class Supervisor:
                 pass
 
     def _be_ready(self, info: Ready) -> None:
-        self.info = self.info or info
+        self.info = info
         self._moved_s, self._turns = time.monotonic(), -1
         self.is_ready = True
         self.first_ready.set()

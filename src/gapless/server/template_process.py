@@ -104,7 +104,7 @@ class Renderer:
     async def render(self, messages: Sequence[Mapping[str, Any]], **extra: Any) -> str:
         """The prompt text of a conversation. Raises InvalidRequest."""
         async with self._lock:
-            channel = self._channel or await self._start()
+            channel = self._channel or await self.start()
             answer = None
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -119,7 +119,8 @@ class Renderer:
                     self.close()  # it still works, or is dead; its late answer would be taken for another's
             return _text(answer)
 
-    async def _start(self) -> ParentChannel[FromTemplate]:
+    async def start(self) -> ParentChannel[FromTemplate]:
+        """Start the process; the first rendering would do so otherwise."""
         ours, theirs = socket.socketpair()
         command = (sys.executable, "-m", "gapless.server.template_process")
         self._process = spawn(command, (theirs.fileno(),))
