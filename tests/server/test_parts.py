@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from gapless.server.options import ServerOptions, read_keys
 from gapless.server.responses import MAX_KEPT, Memory
 from gapless.server.roster import Flight, Roster
 from gapless.server.template_process import Renderer, Template
+from gapless.server.traces import Traces
 
 # -- the roster --------------------------------------------------------------------------------------------------------
 
@@ -234,6 +236,17 @@ def test_frames_survive_the_wire_and_a_death_is_noticed() -> None:
     sender._socket.shutdown(socket.SHUT_RDWR)
     with pytest.raises(Disconnected):
         receiver.receive()
+
+
+def test_traces_are_made_only_where_they_can_go(caplog: pytest.LogCaptureFixture) -> None:
+    scope = {"method": "GET", "path": "/"}
+    with Traces(None).span(scope, "r") as span:
+        assert span is None
+    if importlib.util.find_spec("opentelemetry.exporter") is not None:
+        pytest.skip("the packages are here; without an endpoint to send to there is nothing to see")
+    with Traces("http://127.0.0.1:1").span(scope, "r") as span:
+        assert span is None
+    assert "pip install 'gapless[otel]'" in caplog.text
 
 
 def test_totals_go_on_when_an_engine_dies() -> None:

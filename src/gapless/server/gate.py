@@ -44,8 +44,10 @@ class Gate:
         passage = Passage(self._options, scope, receive, send)
         started_s = time.monotonic()
         try:
-            with self._traces.span(scope, passage.id):
+            with self._traces.span(scope, passage.id) as span:
                 await self._pass(scope, passage)
+                if span is not None:
+                    span.set_attribute("http.response.status_code", passage.status)
         except ApiError as error:
             await passage.refuse(error)
         except Exception:

@@ -72,7 +72,8 @@ async def _serve(
     service = Service(options, supervisor, tokenizer, renderer, options.served_model_name or (source.name,))
     metrics = Metrics(supervisor)
     writer.on_loss = metrics.log_lines_lost.inc
-    app = build_app(service, metrics, keys, Traces(trace_endpoint()))
+    traces = Traces(trace_endpoint())
+    app = build_app(service, metrics, keys, traces)
     host, port = sock.getsockname()[:2]
     if tokenizer is not None and tokenizer.chat_template is not None:
         await renderer.start()
@@ -82,6 +83,7 @@ async def _serve(
     finally:
         await supervisor.close()
         renderer.close()
+        await asyncio.to_thread(traces.close)
 
 
 class Life:

@@ -19,9 +19,11 @@ class Traces:
     """Makes spans, or nothing."""
 
     def __init__(self, endpoint: str | None) -> None:
-        self._tracer: Any = _tracer() if endpoint else None
+        self._provider: Any = _provider() if endpoint else None
+        self._tracer: Any = self._provider.get_tracer("gapless") if self._provider is not None else None
 
     def span(self, scope: Scope, request_id: str) -> AbstractContextManager[Any]:
+        """A block that is one span, given to it; or None where there are no traces."""
         if self._tracer is None:
             return contextlib.nullcontext()
         attributes = {
@@ -34,8 +36,13 @@ class Traces:
         )
         return span
 
+    def close(self) -> None:
+        """Send what is left."""
+        if self._provider is not None:
+            self._provider.shutdown()
 
-def _tracer() -> Any:
+
+def _provider() -> Any:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import TracerProvider
@@ -45,4 +52,4 @@ def _tracer() -> Any:
         return None
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return provider.get_tracer("gapless")
+    return provider
