@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gapless import LLM
 from gapless.core.params import SamplingParams
 from gapless.errors import ConfigError, InvalidRequest
 from gapless.server.channel import ChildChannel, Disconnected
@@ -24,6 +25,7 @@ from gapless.server.responses import MAX_KEPT, Memory
 from gapless.server.roster import Flight, Roster
 from gapless.server.template_process import Renderer, Template
 from gapless.server.traces import Traces
+from tiny import ALPHABET
 
 # -- the roster --------------------------------------------------------------------------------------------------------
 
@@ -292,3 +294,24 @@ def test_memory_is_bounded() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "0.0.0.0", "example.org"])
 def test_loopback(host: str) -> None:
     assert ServerOptions(host=host).is_loopback is (host in ("127.0.0.1", "::1", "localhost"))
+
+
+def test_a_long_text_is_tokenized_while_others_run(tiny_llm: LLM) -> None:
+    """The event loop goes on while a thread tokenizes."""
+    tokenizer = tiny_llm.tokenizer
+    assert tokenizer is not None
+    text = ALPHABET[1:] * 4000
+
+    async def go() -> tuple[float, float]:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        work = asyncio.create_task(asyncio.to_thread(tokenizer.encode, text))
+        longest, last = 0.0, began
+        while not work.done():
+            await asyncio.sleep(0.001)
+            longest, last = max(longest, loop.time() - last), loop.time()
+        assert len(await work) == len(text)
+        return longest, loop.time() - began
+
+    longest, whole = asyncio.run(go())
+    assert longest < whole / 2

@@ -30,7 +30,7 @@ class ServerOptions:
     cors_origin: tuple[str, ...] = _option((), "origin whose pages may call the server from a browser; repeatable")
     log_file: str | None = _option(None, "append the JSON log to this file; default: standard error")
     max_queue: int = _option(1024, "requests that may wait beyond those that run; more get status 429")
-    max_body: str = _option("8MiB", "size of a request body at most")
+    max_body: str = _option("4MiB", "size of a request body at most")
     max_n: int = _option(16, "choices for one prompt at most")
     max_choices: int = _option(1024, "prompts of one request times n at most")
     max_output_tokens: int = _option(2**20, "max_tokens of one request at most")

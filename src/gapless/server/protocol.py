@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from gapless.server.errors import ApiError
 
@@ -94,6 +94,35 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
+def _check_prompt(value: object) -> object:
+    """As the type says; by hand, because a megabyte of token ids takes the general way half a second."""
+    if isinstance(value, str) or (isinstance(value, list) and _check_list(value)):
+        return value
+    raise ValueError("must be text, token ids, or a list of either")
+
+
+def _check_list(values: list[Any]) -> bool:
+    kinds = {type(value) for value in values}
+    if kinds == {list}:
+        return all(_check_ids(value) for value in values)
+    return kinds in (set(), {str}) or _check_ids(values)
+
+
+def _check_ids(values: Any) -> bool:
+    return {type(value) for value in values} <= {int} and (not values or 0 <= min(values) <= max(values) < 2**31)
+
+
+def _check_token_ids(value: object) -> object:
+    if isinstance(value, list) and _check_ids(value):
+        return value
+    raise ValueError("must be a list of token ids")
+
+
+_PromptType = str | list[str] | list[TokenId] | list[list[TokenId]]
+Prompt = Annotated[_PromptType, PlainValidator(_check_prompt, json_schema_input_type=_PromptType)]
+TokenIds = Annotated[list[TokenId], PlainValidator(_check_token_ids, json_schema_input_type=list[TokenId])]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -132,7 +161,7 @@ class ChatRequest(Sampling):
 
 
 class CompletionRequest(Sampling):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stop: str | list[str] | None = None
@@ -169,7 +198,7 @@ class TokenizeResponse(BaseModel):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class DetokenizeResponse(BaseModel):

@@ -67,10 +67,6 @@ class Roster:
         return iter(list(self._flights.values()))
 
     @property
-    def num_running(self) -> int:
-        return sum(flight.started for flight in self._flights.values())
-
-    @property
     def in_quarantine(self) -> bool:
         return self._on_trial is not None or bool(self._suspects)
 

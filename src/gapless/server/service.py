@@ -23,10 +23,9 @@ from gapless.server.protocol import Message, Sampling
 from gapless.server.supervisor import Supervisor
 from gapless.server.template_process import Renderer
 from gapless.text.assembler import Assembler
-from gapless.text.tokenizer import Tokenizer
+from gapless.text.tokenizer import LONG_TEXT, Tokenizer
 
 RETRY_AFTER_S = 1
-INLINE_CHARACTERS = 2000  # shorter texts are tokenized at once: a thread would take longer
 CHARACTERS_A_TOKEN = 512  # no tokenizer makes longer tokens on average: longer texts cannot fit
 
 
@@ -93,7 +92,7 @@ class Service:
         if len(text) > most:
             raise ApiError(400, _too_long(self.info.max_model_len, f"more than {most} characters"), param=param)
         try:
-            if len(text) <= INLINE_CHARACTERS:
+            if len(text) < LONG_TEXT:  # a thread would take longer
                 return tokenizer.encode(text, add_special_tokens=add_special_tokens)
             return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         except InvalidRequest as error:
@@ -159,9 +158,9 @@ class Service:
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raise ApiError unless all are ids of the vocabulary."""
         size = self.info.vocab_size
-        for token in tokens:
-            if not 0 <= token < size:
-                raise ApiError(400, f"token id {token} is not in the vocabulary of {size}", param=param)
+        if tokens and not (0 <= min(tokens) and max(tokens) < size):
+            wrong = next(token for token in tokens if not 0 <= token < size)
+            raise ApiError(400, f"token id {wrong} is not in the vocabulary of {size}", param=param)
 
     def room_for(self, prompt: Sequence[int], max_tokens: int | None, *, param: str) -> int:
         """How many tokens may be generated after this prompt: as many as asked for, or as many as fit."""

@@ -19,6 +19,7 @@ async def read_state(service: Service, metrics: Metrics, seconds: float) -> dict
     return {
         "model": service.names[0],
         "status": service.not_ready() or "ready",
+        "loaded": 1.0 if supervisor.is_ready else supervisor.loaded_share,
         "device": info.device if info is not None else None,
         "vocab_size": info.vocab_size if info is not None else None,
         "running": running,

@@ -72,6 +72,7 @@ class Supervisor:
         self.on_over: list[Callable[[Flight], None]] = []
         self.on_pulse: list[Callable[[Pulse], None]] = []
         self.on_crash: list[Callable[[], None]] = []
+        self.loaded_share = 0.0  # of the tensors of the engine that is starting
         self.first_ready = asyncio.Event()
         self.is_ready = False
         self._step_timeout_s = step_timeout_s
@@ -190,7 +191,7 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         self._started_fd, started_w = os.pipe()
         os.set_blocking(self._started_fd, False)
-        self._blamed, self._cause = (), ""
+        self._blamed, self._cause, self.loaded_share = (), "", 0.0
         try:
             self._process = spawn(self._command, (theirs.fileno(), started_w))
         finally:
@@ -294,8 +295,8 @@ class Supervisor:
                 self._cause, self._blamed = text, suspects
             case LoadFailed(text):
                 self._cause = text
-            case Loading():
-                pass
+            case Loading(done, total):
+                self.loaded_share = done / max(total, 1)
 
     def _be_ready(self, info: Ready) -> None:
         self.info = info

@@ -18,6 +18,8 @@ from gapless.text.gguf_tokenizer import read_gguf
 from gapless.text.hf_tokenizer import read_directory
 from gapless.text.parts import TokenizerParts
 
+LONG_TEXT = 2000  # characters; only as a batch does the library let other threads run meanwhile
+
 
 class Tokenizer:
     def __init__(self, parts: TokenizerParts) -> None:
@@ -71,7 +73,7 @@ class Tokenizer:
         """Special tokens written out in a text are read as the special tokens they name."""
         for text in texts:
             _require_text(text)
-        if len(texts) == 1:
+        if len(texts) == 1 and len(texts[0]) < LONG_TEXT:
             return [list(self._backend.encode(texts[0], add_special_tokens=add_special_tokens).ids)]
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [list(encoding.ids) for encoding in encodings]
