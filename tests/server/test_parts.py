@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from gapless import LLM
 from gapless.core.params import SamplingParams
 from gapless.errors import ConfigError, InvalidRequest
 from gapless.server.channel import ChildChannel, Disconnected
+from gapless.server.engine_process import read_timeline
 from gapless.server.logs import MAX_QUEUED, LineWriter
 from gapless.server.messages import FromEngine, News, Over, Pulse, Submit, ToEngine, pack_tokens
 from gapless.server.metrics import EngineTotals
@@ -249,6 +251,18 @@ def test_traces_are_made_only_where_they_can_go(caplog: pytest.LogCaptureFixture
     with Traces("http://127.0.0.1:1").span(scope, "r") as span:
         assert span is None
     assert "pip install 'gapless[otel]'" in caplog.text
+
+
+def test_a_timeline_is_told_in_seconds_before_now_and_bounded() -> None:
+    class Recording:
+        def timeline_tail(self, seconds: float) -> dict[str, Any]:
+            return {"seconds": seconds, "cpu": [], "gpu": [[-i - 0.5, -i, f"step {i}", i] for i in range(1500, 0, -1)]}
+
+    found = read_timeline(Recording(), 2.0)  # type: ignore[arg-type]
+    assert list(found) == ["cpu", "gpu"]
+    assert found["gpu"][-1] == (1.5, 1, "step 1")
+    assert len(found["gpu"]) == 1000
+    assert read_timeline(object(), 2.0) == {}  # type: ignore[arg-type]
 
 
 def test_totals_go_on_when_an_engine_dies() -> None:

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 
@@ -45,6 +46,7 @@ from gapless.server.messages import (
     Pulse,
     ReadTimeline,
     Ready,
+    Span,
     Start,
     Submit,
     Timeline,
@@ -52,6 +54,8 @@ from gapless.server.messages import (
 )
 
 PULSE_S = 0.2
+LANES = ("cpu", "h2d", "gpu", "d2h")
+MAX_SPANS = 1000  # of a lane in one message: the latest
 EXIT_FAILED = 70
 STARTED = struct.Struct("<q")
 log = logging.getLogger(__name__)
@@ -165,22 +169,21 @@ class EngineProcess:
                 self._outbox.put(Scored(id, news.request))
             self._outbox.put((id, news.token, news.logprob))
             return
-        if isinstance(news.error, StepFailed | EngineClosed):
+        if isinstance(news.error, EngineClosed):
+            self._fail(news.error)
+        if isinstance(news.error, StepFailed):
             self._suspects.append(id)
             if len(self._suspects) == 1:
-                self._engine.ping(partial(self._fail, news.error))  # once the others of the step were told
-                if isinstance(news.error, EngineClosed):
-                    self._fail(news.error)
+                self._engine.ping(partial(self._fail, news.error))  # once all requests of the step were told
             return
         del self._requests[id]
         self._scored.discard(id)
         error = str(news.error) if news.error is not None else None
         self._outbox.put(Over(id, news.reason, news.request.num_cached, error))
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> NoReturn:
         """Last words. The parent starts another engine, in which everybody goes on; a suspect twice, alone."""
-        suspects = [] if isinstance(error, EngineClosed) else self._suspects
-        self._channel.send(Failed(str(error), suspects))
+        self._channel.send(Failed(str(error), self._suspects))
         os._exit(EXIT_FAILED)
 
     # -- sender and pulse threads ------------------------------------------------------------------------------------
@@ -262,10 +265,15 @@ def read_pulse(engine: Engine, elapsed_s: float) -> Pulse:
     )
 
 
-def read_timeline(engine: Engine, seconds: float) -> dict[str, list[tuple[float, float, str]]]:
-    """The last seconds of each lane; empty where the engine records none."""
+def read_timeline(engine: Engine, seconds: float) -> dict[str, list[Span]]:
+    """The last seconds of each lane; empty where the engine records none. Costs the loop's thread some of the lock."""
     tail = getattr(engine, "timeline_tail", None)
-    return tail(seconds) if tail is not None else {}
+    found = tail(seconds) if tail is not None else {}
+    return {
+        lane: [(-begin, -end, str(name)) for begin, end, name, *_ in found[lane][-MAX_SPANS:]]
+        for lane in LANES
+        if lane in found
+    }
 
 
 class _Forward(logging.Handler):

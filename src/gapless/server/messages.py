@@ -15,6 +15,8 @@ import msgspec
 from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
 
+Span = tuple[float, float, str]  # begin and end, in seconds before now, and what it was
+
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages; the tag tells them apart."""
@@ -133,10 +135,10 @@ class Pulse(Message, frozen=True):
 
 
 class Timeline(Message, frozen=True):
-    """The last seconds of each lane: (start, end, label), in seconds before now."""
+    """The last seconds of each lane."""
 
     id: int
-    lanes: dict[str, list[tuple[float, float, str]]]
+    lanes: dict[str, list[Span]]
 
 
 class Failed(Message, frozen=True):

@@ -158,7 +158,7 @@ class Service:
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raise ApiError unless all are ids of the vocabulary."""
         size = self.info.vocab_size
-        if tokens and not (0 <= min(tokens) and max(tokens) < size):
+        if tokens and not (min(tokens) >= 0 and max(tokens) < size):
             wrong = next(token for token in tokens if not 0 <= token < size)
             raise ApiError(400, f"token id {wrong} is not in the vocabulary of {size}", param=param)
 
