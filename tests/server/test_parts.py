@@ -256,12 +256,12 @@ def test_traces_are_made_only_where_they_can_go(caplog: pytest.LogCaptureFixture
 def test_a_timeline_is_told_in_seconds_before_now_and_bounded() -> None:
     class Recording:
         def timeline_tail(self, seconds: float) -> dict[str, Any]:
-            return {"seconds": seconds, "cpu": [], "gpu": [[-i - 0.5, -i, f"step {i}", i] for i in range(1500, 0, -1)]}
+            return {"seconds": seconds, "cpu": [], "gpu": [[-i - 0.5, -i, f"step {i}", i] for i in range(3500, 0, -1)]}
 
     found = read_timeline(Recording(), 2.0)  # type: ignore[arg-type]
     assert list(found) == ["cpu", "gpu"]
     assert found["gpu"][-1] == (1.5, 1, "step 1")
-    assert len(found["gpu"]) == 1000
+    assert len(found["gpu"]) == 3000
     assert read_timeline(object(), 2.0) == {}  # type: ignore[arg-type]
 
 

@@ -55,7 +55,7 @@ from gapless.server.messages import (
 
 PULSE_S = 0.2
 LANES = ("cpu", "h2d", "gpu", "d2h")
-MAX_SPANS = 1000  # of a lane in one message: the latest
+MAX_SPANS = 3000  # of a lane in one message: the latest
 EXIT_FAILED = 70
 STARTED = struct.Struct("<q")
 log = logging.getLogger(__name__)
