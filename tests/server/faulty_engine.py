@@ -6,15 +6,18 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from gapless.runner.native import NativeRunner
 from gapless.runner.runner import Runner
 from gapless.server.engine_process import main
 from tiny import ids
 
+STEP_S = 0.005  # at least: so that there is time to disturb a run
 KILLS, HANGS, RAISES = (ids(text) for text in ("~~~~", "^^^^", "````"))
 
 
@@ -24,18 +27,20 @@ def asks_for(plan: Any, fault: list[int]) -> bool:
 
 
 def faulty(step: Any) -> Any:
-    def run(self: Runner, plan: Any, *rest: Any) -> None:
+    def run(self: Any, plan: Any, *rest: Any) -> None:
         if asks_for(plan, KILLS):
             os.kill(os.getpid(), signal.SIGKILL)
         if asks_for(plan, HANGS):
             threading.Event().wait()
         if asks_for(plan, RAISES):
             raise RuntimeError("the device said no")
+        time.sleep(STEP_S)
         step(self, plan, *rest)
 
     return run
 
 
 if __name__ == "__main__":
-    Runner.step = faulty(Runner.step)  # type: ignore[method-assign]
+    for kind in (Runner, NativeRunner):
+        kind.step = faulty(kind.step)  # type: ignore[method-assign]
     main(int(sys.argv[1]), int(sys.argv[2]))
