@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gapless import LLM
 from gapless.core.params import SamplingParams
@@ -129,6 +131,49 @@ def test_a_late_token_or_end_of_a_flight_that_left_is_ignored() -> None:
     assert roster.end(Over(0, "stop")) is None
     assert flights[0].over == Over(0, "abort")
     assert len(roster) == 0
+
+
+@given(st.data())
+def test_whatever_happens_nobody_is_lost(data: st.DataObject) -> None:
+    """Any order of arrivals, starts, tokens, ends and crashes, poison among them; in the end only poison is refused."""
+    roster, flights, refused = Roster(), dict[int, Flight](), set[int]()
+    poison = data.draw(st.sets(st.integers(0, 9), max_size=2), label="poison")
+
+    def crash(blamed: list[int], from_outside: bool) -> None:
+        for flight in roster.crash(blamed, from_outside=from_outside):
+            refused.add(flight.id)
+            roster.end(Over(flight.id, "refused"))
+
+    def step() -> None:
+        """One step of an engine that poison takes down, and that gives everybody else a token."""
+        for flight in roster.due():
+            roster.start(flight.id)
+        running = [flight.id for flight in roster if flight.started]
+        if poison.intersection(running):
+            crash(running if data.draw(st.booleans()) else [], False)
+        else:
+            for id in running:
+                roster.take_token(id, 1)
+
+    for _ in range(data.draw(st.integers(0, 30), label="events")):
+        match data.draw(st.sampled_from(("add", "step", "end", "kill"))):
+            case "add" if len(flights) < 10:
+                flights[len(flights)] = Flight(len(flights), [1], SamplingParams(), asyncio.Event())
+                roster.add(flights[len(flights) - 1])
+            case "end" if len(roster):
+                roster.end(Over(data.draw(st.sampled_from([flight.id for flight in roster])), "abort"))
+            case "kill":
+                crash([], True)
+            case _:
+                step()
+        roster.check()
+    for _ in range(100):
+        step()
+        roster.check()
+    left = {flight.id for flight in roster}
+    assert refused <= poison, "an innocent was refused"
+    assert not poison & left, "poison still runs, or waits for ever"
+    assert all(flights[id].tokens for id in left), "somebody waits for ever"
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------

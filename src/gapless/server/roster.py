@@ -79,10 +79,16 @@ class Roster:
             return []
         while self._suspects:
             suspect = self._suspects.popleft()
-            if suspect.id in self._flights:
+            if suspect.id in self._held:
                 self._on_trial = suspect
                 return self._send([suspect])
         return self._send(list(self._held.values()))
+
+    def check(self) -> None:
+        """Assert that nobody is lost or in two places. For tests."""
+        assert self._held.keys() == {flight.id for flight in self._flights.values() if not flight.sent}
+        assert all(flight.sent for flight in self._flights.values() if flight.started)
+        assert self._on_trial is None or self._on_trial.sent
 
     def _send(self, flights: list[Flight]) -> list[Flight]:
         for flight in flights:
