@@ -53,7 +53,8 @@ class Page:
             self._held += data
         message, _, self._held = self._held.partition(b"\0")
         found: dict[str, Any] = json.loads(message)
-        if found.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+        is_error = found.get("params", {}).get("entry", {}).get("level") == "error"
+        if found.get("method") == "Runtime.exceptionThrown" or is_error:
             self.problems.append(json.dumps(found["params"])[:500])
         return found
 

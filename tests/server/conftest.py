@@ -1,4 +1,4 @@
-"""One server for all tests that leave it as they found it."""
+"""One server for all tests that leave it as they found it, and a slow one whose engine may be taken down."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ def server(tmp_path_factory: pytest.TempPathFactory, long_dir: Path) -> Iterator
     log = tmp_path_factory.mktemp("server") / "log.jsonl"
     flags = ("--num-blocks", "512", "--max-queue", "64", "--max-body", "64KiB", "--max-n", "4", "--max-choices", "8")
     with running(log, long_dir, *flags, "--served-model-name", "tiny", "--served-model-name", "alias") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def faulty(tmp_path_factory: pytest.TempPathFactory, long_dir: Path) -> Iterator[Server]:
+    """Its steps take at least 5 ms; see faulty_engine.py for what else is wrong with it."""
+    log = tmp_path_factory.mktemp("faulty") / "log.jsonl"
+    flags = ("--num-blocks", "2048", "--step-timeout", "2", "--health-timeout", "0.5", "--served-model-name", "tiny")
+    with running(log, long_dir, *flags, script="faulty_server.py") as server:
         yield server
 
 

@@ -38,7 +38,8 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """Of the engine that is, or was last, ready."""
-        return [line["pid"] for line in self.lines() if line["message"] == "the engine is ready"][-1]
+        ready = eventually(lambda: [line for line in self.lines() if line["message"] == "the engine is ready"], self)
+        return int(ready[-1]["pid"])
 
     @property
     def num_engines(self) -> int:

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,6 @@ from servers import Server, eventually, running
 KILLS, HANGS, RAISES = "~~~~", "^^^^", "````"  # what faulty_engine.py listens for
 PROMPTS = [f"{i} times {i} is" for i in range(24)]
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 400, "temperature": 1.0, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory, long_dir: Path) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("faulty") / "log.jsonl"
-    flags = ("--num-blocks", "2048", "--step-timeout", "2", "--health-timeout", "0.5", "--served-model-name", "tiny")
-    with running(log, long_dir, *flags, script="faulty_server.py") as server:
-        yield server
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from typing import Any
 
 import openai
 import pytest
-from servers import FLAGS, TIMEOUT_S, Server, eventually, running
+from servers import FLAGS, HERE, TIMEOUT_S, Server, eventually, running
 
 from gapless.cli import main
 
 LONG: dict[str, Any] = {"model": "tiny", "prompt": "abc", "max_tokens": 1000, "stream": True}
+SLOW = "faulty_server.py"  # steps of 5 ms at least: there is something left to drain
 NAME = ("--served-model-name", "tiny", "--num-blocks", "256")
 
 
@@ -31,7 +32,7 @@ def begin(server: Server) -> openai.Stream[openai.types.Completion]:
 
 def test_a_drain_finishes_what_runs_and_takes_no_more(tmp_path: Path, long_dir: Path) -> None:
     flags = ("--host", "0.0.0.0")
-    with running(tmp_path / "log.jsonl", long_dir, *NAME, *flags) as server:
+    with running(tmp_path / "log.jsonl", long_dir, *NAME, *flags, script=SLOW) as server:
         assert any("without an API key" in line["message"] for line in server.lines())
         stream = begin(server)
         server.process.send_signal(signal.SIGTERM)
@@ -57,7 +58,7 @@ def test_a_drain_has_an_end_and_a_key_guards(tmp_path: Path, long_dir: Path) -> 
         port = probe.getsockname()[1]
     flags = ("--drain-timeout", "0.2", "--api-key-file", str(keys), "--port", str(port), "--write-timeout", "0.3")
     flags += ("--cors-origin", "https://a.example")
-    command = [sys.executable, "-m", "gapless.cli", "serve", "--model", str(long_dir), *FLAGS, *NAME, *flags]
+    command = [sys.executable, str(HERE / SLOW), "serve", "--model", str(long_dir), *FLAGS, *NAME, *flags]
     with subprocess.Popen([*command, "--log-file", "/dev/full"], env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
         try:
             server = Server.__new__(Server)
@@ -115,7 +116,7 @@ def _check_keys(server: Server) -> None:
 
 
 def test_the_second_signal_means_now(tmp_path: Path, long_dir: Path) -> None:
-    with running(tmp_path / "log.jsonl", long_dir, *NAME) as server:
+    with running(tmp_path / "log.jsonl", long_dir, *NAME, script=SLOW) as server:
         begin(server)
         pid = server.engine_pid
         os.kill(pid, signal.SIGSTOP)  # so that the drain cannot end by itself

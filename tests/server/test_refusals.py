@@ -245,7 +245,8 @@ def _post(path: str, body: Any) -> bytes:
     return head.encode() + data
 
 
-def test_a_deadline_of_its_own(client: openai.OpenAI) -> None:
+def test_a_deadline_of_its_own(faulty: Server) -> None:
+    client = faulty.client()
     question: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 900}
     extra = {"timeout": 0.05, "ignore_eos": True}
     with pytest.raises(openai.APIStatusError, match="longer than its timeout") as caught:
@@ -256,34 +257,34 @@ def test_a_deadline_of_its_own(client: openai.OpenAI) -> None:
         list(stream)  # the stream had begun: the error is an event
 
 
-def test_an_error_event_is_followed_by_done(server: Server) -> None:
+def test_an_error_event_is_followed_by_done(faulty: Server) -> None:
     body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "timeout": 0.05, "stream": True}
-    _, data = server.send("POST", "/v1/completions", body)
+    _, data = faulty.send("POST", "/v1/completions", body)
     *_, error, done, end = data.decode().split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "timeout"
     assert (done, end) == ("data: [DONE]", "")
     body = {"input": "a", "ignore_eos": True, "timeout": 0.05, "stream": True}
-    _, data = server.send("POST", "/v1/responses", body)
+    _, data = faulty.send("POST", "/v1/responses", body)
     kinds = [line for line in data.decode().splitlines() if line.startswith("event: ")]
     assert kinds[-2:] == ["event: error", "event: response.failed"]
 
 
-def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
+def test_a_client_that_leaves_ends_its_request(faulty: Server) -> None:
     """Streaming or not, in the middle of the answer or before it."""
-    aborted = server.metric('gapless_requests_total{outcome="abort"}')
+    aborted = faulty.metric('gapless_requests_total{outcome="abort"}')
     for stream in (True, False):
-        raw = socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S)
+        raw = socket.create_connection(("127.0.0.1", faulty.port), TIMEOUT_S)
         body = {"prompt": "abc", "max_tokens": 1000, "ignore_eos": True, "stream": stream}
         raw.sendall(_post("/v1/completions", body))
         if stream:
             while b"data: " not in raw.recv(4096):
                 pass
         else:
-            eventually(lambda: json.loads(server.get("/state")[1])["running"] == 1, server)
+            eventually(lambda: json.loads(faulty.get("/state")[1])["running"] == 1, faulty)
         raw.close()
-        eventually(lambda: json.loads(server.get("/state")[1])["running"] == 0, server)
-    server.metrics_settle("gapless_kv_use_ratio", 0)
-    assert server.metric('gapless_requests_total{outcome="abort"}') == aborted + 2
+        eventually(lambda: json.loads(faulty.get("/state")[1])["running"] == 0, faulty)
+    faulty.metrics_settle("gapless_kv_use_ratio", 0)
+    assert faulty.metric('gapless_requests_total{outcome="abort"}') == aborted + 2
 
 
 def test_a_slow_reader_makes_nobody_else_wait(server: Server, client: openai.OpenAI) -> None:

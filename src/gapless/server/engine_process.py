@@ -250,7 +250,6 @@ def describe(engine: Engine) -> Ready:
 def read_pulse(engine: Engine, elapsed_s: float) -> Pulse:
     """A reading of everything, from outside the loop."""
     pulse, load = engine.pulse(), engine.load()
-    idle_by_cause = getattr(engine, "idle_by_cause", None)
     return Pulse(
         num_turns=pulse.num_turns,
         idle=pulse.idle,
@@ -261,19 +260,14 @@ def read_pulse(engine: Engine, elapsed_s: float) -> Pulse:
         elapsed_s=elapsed_s,
         stats=dataclasses.asdict(engine.stats()),
         ledger=engine.ledger(),
-        idle_s=dict(idle_by_cause()) if idle_by_cause is not None else None,
+        idle_s=engine.idle_by_cause(),
     )
 
 
 def read_timeline(engine: Engine, seconds: float) -> dict[str, list[Span]]:
-    """The last seconds of each lane; empty where the engine records none. Costs the loop's thread some of the lock."""
-    tail = getattr(engine, "timeline_tail", None)
-    found = tail(seconds) if tail is not None else {}
-    return {
-        lane: [(-begin, -end, str(name)) for begin, end, name, *_ in found[lane][-MAX_SPANS:]]
-        for lane in LANES
-        if lane in found
-    }
+    """The last seconds of each lane. Takes the interpreter lock from the loop's thread for a moment."""
+    found = engine.timeline_tail(seconds)
+    return {lane: [(-begin, -end, name) for begin, end, name, _ in found[lane][-MAX_SPANS:]] for lane in LANES}
 
 
 class _Forward(logging.Handler):

@@ -131,7 +131,7 @@ class Pulse(Message, frozen=True):
     elapsed_s: float  # since the engine was ready
     stats: dict[str, float]  # counters of Engine.stats
     ledger: dict[str, int]
-    idle_s: dict[str, float] | None  # device idle seconds by cause, where a recorder tells
+    idle_s: dict[str, float]  # of the device, by cause
 
 
 class Timeline(Message, frozen=True):

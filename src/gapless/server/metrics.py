@@ -39,10 +39,7 @@ class EngineTotals:
     def observe(self, pulse: Pulse) -> None:
         now = {("stats", name): value for name, value in pulse.stats.items()}
         now |= {("ledger", reason): float(count) for reason, count in pulse.ledger.items()}
-        idle = pulse.idle_s
-        if idle is None:
-            idle = {"unattributed": max(0.0, pulse.elapsed_s - pulse.stats["busy_s"])}
-        self._now = now | {("idle", cause): seconds for cause, seconds in idle.items()}
+        self._now = now | {("idle", cause): seconds for cause, seconds in pulse.idle_s.items()}
 
     def engine_died(self) -> None:
         self._before.update(self._now)
