@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gapless.bench.idle import between, format_idle
 from gapless.bench.load import make_load, read_range
 from gapless.bench.openai_client import Endpoint, Sample, complete
 from gapless.bench.own_server import engine_flags
@@ -59,6 +60,16 @@ def test_the_numbers_mean_what_they_say() -> None:
     assert found.whole_ms["mean"] == pytest.approx((1100 + 1000 + 2000) / 3)
     assert found.good_share == 0.25  # the second was late at first, the third later, the fourth failed
     assert found.goodput_per_s == 0.25
+
+
+def test_idle_time_with_nothing_to_run_does_not_count() -> None:
+    before = {"nothing to run": 5.0, "host: fill": 1.0, "copy late": 1.0}
+    served = between(before, {"nothing to run": 9.0, "host: fill": 1.2, "copy late": 1.0, "new": 0.1}, 10.0)
+    assert served.by_cause == pytest.approx({"host: fill": 0.2, "new": 0.1})
+    assert served.share == pytest.approx(0.03)
+    text = format_idle(served=served, offline=between(before, before, 10.0))
+    assert "3.00% served, 0.00% offline, +3.00 points" in text
+    assert "host: fill" in text
 
 
 def test_percentiles() -> None:
@@ -142,9 +153,10 @@ def test_a_whole_run(tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["bench", "serve", *flags, *load, *files]) == 0
     out = capsys.readouterr().out
     assert "12 requests in" in out
-    assert "device idle:" in out
+    assert "device idle with work to do:" in out
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["summary"]["output_tokens"] == 120
     assert found["summary"]["prompt_tokens"] == 96
-    assert 0 <= found["idle"]["offline"] <= 1
+    assert set(found["idle"]) == {"served", "offline"}
+    assert all(0 <= run["share"] <= 1 for run in found["idle"].values())
     assert (tmp_path / "a.svg").read_text().startswith("<svg")

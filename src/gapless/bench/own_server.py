@@ -1,8 +1,7 @@
-"""A Gapless server for the length of a benchmark, and what its engine says of its device's time."""
+"""A Gapless server for the length of a benchmark."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -13,7 +12,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gapless.bench.openai_client import Endpoint, fetch
 from gapless.config import EngineOptions
 from gapless.errors import ConfigError
 
@@ -58,20 +56,3 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
             return f"http://127.0.0.1:{next(line['port'] for line in found if 'port' in line)}"
         time.sleep(0.05)
     raise ConfigError(f"the server was not ready within {START_S:g} s")
-
-
-async def read_busy(endpoint: Endpoint) -> tuple[float, float]:
-    """Seconds of the engine's life so far, and of work of its compute stream, once the engine is idle."""
-    while True:
-        state = await fetch(endpoint, "/state?seconds=0")
-        if state["running"] == 0 and state["waiting"] == 0:
-            return state["engine_time_s"], state["busy_s"]
-        await asyncio.sleep(0.05)
-
-
-async def settled_busy(endpoint: Endpoint) -> tuple[float, float]:
-    """A reading that is newer than now: the engine tells its counters a few times a second."""
-    asked = (await read_busy(endpoint))[0]
-    while (found := await read_busy(endpoint))[0] < asked + 0.25:
-        await asyncio.sleep(0.05)
-    return found

@@ -12,13 +12,14 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from gapless.bench.idle import Idle, format_idle, offline, watched
 from gapless.bench.load import Ask, body_of, make_load, run_load
 from gapless.bench.openai_client import Endpoint, Sample, complete, fetch
-from gapless.bench.own_server import own_server, settled_busy
+from gapless.bench.own_server import own_server
 from gapless.bench.waits import Summary, format_summary, summarize
 from gapless.config import EngineOptions
 from gapless.errors import ConfigError
@@ -51,54 +52,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="FILE.svg", help="draw the distributions here")
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """Share of the time in which the device did nothing, between the first request and the last answer."""
-
-    served: float
-    offline: float
-
-    @property
-    def difference(self) -> float:
-        return self.served - self.offline
-
-
-def offline_idle(engine: EngineOptions, asks: Sequence[Ask]) -> float:
-    """Idle share of the same requests, all at once, without a server."""
-    from gapless.core.params import SamplingParams
-    from gapless.llm import LLM
-
-    params = [SamplingParams(max_tokens=ask.max_tokens, temperature=0, ignore_eos=True) for ask in asks]
-    with LLM(**asdict(engine)) as llm:
-        prompts = [ask.prompt for ask in asks]
-        llm.generate(prompts[:1], params[:1])
-        before = llm.stats()
-        llm.generate(prompts, params)
-        spent = llm.stats() - before
-    return 1 - spent.busy_s / spent.time_s
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
 def main(args: argparse.Namespace, engine: EngineOptions) -> int:
     """Run the load and show what came of it; 1 when any request failed."""
     _check(args)
     with contextlib.ExitStack() as stack:
         url = args.url or stack.enter_context(own_server(engine, args.requests))
-        summary, asks, samples, served = asyncio.run(_measure(Endpoint.from_url(url, args.api_key), args))
-    slo = f"{args.slo_ttft:g} ms to the first and {args.slo_tpot:g} ms per further token"
-    print(format_summary(summary, slo))
-    idle = None
+        asks, samples, served = asyncio.run(_measure(Endpoint.from_url(url, args.api_key), args))
+    summary = summarize(samples, args.slo_ttft, args.slo_tpot)
+    print(format_summary(summary, f"{args.slo_ttft:g} ms to the first and {args.slo_tpot:g} ms per further token"))
+    runs: dict[str, Idle] = {}
     if args.idle:
-        idle = Idle(served, offline_idle(engine, asks))
-        points = 100 * idle.difference
-        print(f"device idle: {idle.served:.2%} served, {idle.offline:.2%} offline, {points:+.2f} points")
-    _write(args, summary, samples, idle)
+        runs = {"served": served[0], "offline": offline(engine, asks)}
+        print(format_idle(**runs))
+    _write(args, summary, samples, runs)
     return 1 if summary.num_errors else 0
 
 
-async def _measure(endpoint: Endpoint, args: argparse.Namespace) -> tuple[Summary, list[Ask], list[Sample], float]:
+async def _measure(endpoint: Endpoint, args: argparse.Namespace) -> tuple[list[Ask], list[Sample], list[Idle]]:
     try:
         model = args.served_model or (await fetch(endpoint, "/v1/models"))["data"][0]["id"]
     except (OSError, ValueError, KeyError, IndexError) as error:
@@ -109,25 +79,11 @@ async def _measure(endpoint: Endpoint, args: argparse.Namespace) -> tuple[Summar
     ids = ours and args.prompts == "ids"
     bodies = [body_of(ask, model, i, ignore_eos=not args.no_ignore_eos, ids=ids) for i, ask in enumerate(asks)]
     await complete(endpoint, bodies[0] | {"max_tokens": 2}, time.perf_counter(), args.timeout)  # warms both ends up
-    async with _idle_share(endpoint, ours) as idle:
+    async with contextlib.AsyncExitStack() as stack:
+        idle = await stack.enter_async_context(watched(endpoint)) if args.idle else []
         with progress_bar("requests", len(asks), unit="req") as bar:
             samples = await run_load(endpoint, bodies, asks, args, bar)
-    return summarize(samples, args.slo_ttft, args.slo_tpot), asks, samples, idle[0]
-
-
-@contextlib.asynccontextmanager
-async def _idle_share(endpoint: Endpoint, ours: bool) -> AsyncIterator[list[float]]:
-    """In the block: the share of its time in which the device of our own server idled; one element, set at the end."""
-    found = [0.0]
-    if not ours:
-        yield found
-        return
-    _, busy_before_s = await settled_busy(endpoint)
-    began_s = time.perf_counter()
-    yield found
-    seconds = time.perf_counter() - began_s
-    _, busy_s = await settled_busy(endpoint)
-    found[0] = 1 - (busy_s - busy_before_s) / seconds
+    return asks, samples, idle
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -143,7 +99,7 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{path}: cannot be written: no such folder")
 
 
-def _write(args: argparse.Namespace, summary: Summary, samples: Sequence[Sample], idle: Idle | None) -> None:
+def _write(args: argparse.Namespace, summary: Summary, samples: Sequence[Sample], runs: dict[str, Idle]) -> None:
     if args.json is not None:
         from gapless.bench.machine import this_machine
 
@@ -151,7 +107,7 @@ def _write(args: argparse.Namespace, summary: Summary, samples: Sequence[Sample]
             "arguments": {name: value for name, value in vars(args).items() if name not in ("handler", "api_key")},
             "machine": asdict(this_machine()),
             "summary": asdict(summary),
-            "idle": asdict(idle) if idle is not None else None,
+            "idle": {name: asdict(run) | {"share": run.share} for name, run in runs.items()},
             "requests": [
                 {"ttft_s": s.ttft_s, "tpot_s": s.tpot_s, "whole_s": s.whole_s, "error": s.error} for s in samples
             ],
