@@ -18,7 +18,7 @@ from servers import FLAGS, HERE, TIMEOUT_S, Server, eventually, running
 
 from gapless.cli import main
 
-LONG: dict[str, Any] = {"model": "tiny", "prompt": "abc", "max_tokens": 1000, "stream": True}
+LONG: dict[str, Any] = {"model": "tiny", "prompt": "abc", "max_tokens": 400, "stream": True}
 SLOW = "faulty_server.py"  # steps of 5 ms at least: there is something left to drain
 NAME = ("--served-model-name", "tiny", "--num-blocks", "256")
 
@@ -71,7 +71,7 @@ def test_a_drain_has_an_end_and_a_key_guards(tmp_path: Path, long_dir: Path) -> 
             stream = (
                 server.client()
                 .with_options(api_key="second-key")
-                .completions.create(**LONG, extra_body={"ignore_eos": True, "min_tokens": 1000})
+                .completions.create(**LONG, extra_body={"ignore_eos": True, "min_tokens": 400})
             )
             next(iter(stream))
             assert server.metric("gapless_log_lines_lost_total") > 0
