@@ -32,7 +32,7 @@ from gapless.core.request import Request
 from gapless.errors import EngineClosed, GaplessError, InvalidRequest, StepFailed
 from gapless.models.source import resolve
 from gapless.pipeline.engine import Engine
-from gapless.server.channel import ChildChannel, Disconnected, become_child
+from gapless.server.channel import ChildChannel, Disconnected, become_child, collect_garbage_rarely
 from gapless.server.messages import (
     Abort,
     Close,
@@ -85,6 +85,7 @@ def main(socket_fd: int, started_fd: int) -> None:
         assert isinstance(start, Start)
         forward_logs(channel)
         engine = load(channel, EngineOptions.from_dict(start.options))
+        collect_garbage_rarely()
         EngineProcess(engine, channel, started_fd).run()
     except Disconnected:
         os._exit(0)
