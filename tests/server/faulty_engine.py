@@ -1,4 +1,4 @@
-"""An engine process with three faults that a prompt can ask for: it kills the process, hangs, or raises in a step."""
+"""An engine process with faults that a prompt can ask for: it kills the process, hangs, raises in a step or before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gapless.server.engine_process import main
 from tiny import ids
 
 STEP_S = 0.005  # at least: so that there is time to disturb a run
-KILLS, HANGS, RAISES = (ids(text) for text in ("~~~~", "^^^^", "````"))
+KILLS, HANGS, RAISES, DIES = (ids(text) for text in ("~~~~", "^^^^", "````", "{{{{"))
 
 
 def asks_for(plan: Any, fault: list[int]) -> bool:
@@ -40,7 +40,16 @@ def faulty(step: Any) -> Any:
     return run
 
 
+def mortal(fill: Any) -> Any:
+    def run(self: Any, plan: Any, *rest: Any) -> Any:
+        assert not asks_for(plan, DIES), "the loop itself is broken"
+        return fill(self, plan, *rest)
+
+    return run
+
+
 if __name__ == "__main__":
     for kind in (Runner, NativeRunner):
         kind.step = faulty(kind.step)  # type: ignore[method-assign]
+        kind.fill = mortal(kind.fill)  # type: ignore[method-assign]
     main(int(sys.argv[1]), int(sys.argv[2]))

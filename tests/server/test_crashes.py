@@ -16,7 +16,7 @@ import openai
 import pytest
 from servers import Server, eventually, running
 
-KILLS, HANGS, RAISES = "~~~~", "^^^^", "````"  # what faulty_engine.py listens for
+KILLS, HANGS, RAISES, DIES = "~~~~", "^^^^", "````", "{{{{"  # what faulty_engine.py listens for
 PROMPTS = [f"{i} times {i} is" for i in range(24)]
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 400, "temperature": 1.0, "stream": True}
 
@@ -120,7 +120,7 @@ def test_fifty_kills_under_load(faulty: Server) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [KILLS, HANGS, RAISES], ids=["kills", "hangs", "raises"])
+@pytest.mark.parametrize("fault", [KILLS, HANGS, RAISES, DIES], ids=["kills", "hangs", "raises", "dies"])
 def test_who_takes_the_engine_down_is_refused_alone(faulty: Server, fault: str) -> None:
     undisturbed = asyncio.run(stream_all(faulty, PROMPTS))
     assert asyncio.run(stream_all(faulty, PROMPTS, poison(faulty, fault))) == undisturbed
