@@ -125,9 +125,7 @@ class CudaTimer:
         except RuntimeError:  # a device that failed tells no times
             return (NEVER,) * 6
         shift = self._clock.settle(self._queued, h2d_begin, d2h_end, time.perf_counter())
-        self._events[0] = self._clock.move(
-            self._events[0]
-        )  # what the next step does comes after this one's first event
+        self._events[0] = self._clock.move(self._events[0])  # the next step comes after this one's first event
         times = (h2d_begin, h2d_end, begin, end, end, d2h_end)
         return tuple(moment + shift for moment in times)
 

@@ -102,10 +102,9 @@ class GraphRunner:
         self._limits = limits
         self.ledger: Counter[str] = Counter()  # steps without a graph, by reason
         self.cost = Cost()
-        wanted = [
-            Shape(size, 0, 0) for size in reversed(ladder(limits.num_rows))
-        ]  # largest first: its memory is shared
-        wanted += reversed(mixed_ladder(limits) if mixed else [])
+        decodes = [Shape(size, 0, 0) for size in ladder(limits.num_rows)]
+        mixes = mixed_ladder(limits) if mixed else []
+        wanted = [*reversed(decodes), *reversed(mixes)]  # the largest first: the others fit into its memory
         device = runner.rows.last_token.device
         size = max(_packed_size(shape) for shape in wanted)
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)

@@ -206,7 +206,9 @@ def _add_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         if request.method == "POST" and "json" not in request.headers.get("content-type", ""):
-            return error_response(ApiError(415, "the body must be JSON, with the header content-type: application/json"))
+            return error_response(
+                ApiError(415, "the body must be JSON, with the header content-type: application/json")
+            )
         param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query")) or None
         text = "the body is not valid JSON" if first["type"] == "json_invalid" else first["msg"]
         return error_response(ApiError(400, f"{param}: {text}" if param else text, param=param))
