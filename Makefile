@@ -23,7 +23,7 @@ run: $(STAMP)  ## complete examples/prompts.jsonl with the embedded model
 
 test: $(DEV_STAMP)  ## lint, type-check and run the tests
 	@$(MAKE) --no-print-directory lint
-	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "not slow and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 4 --dist loadfile
 
 test-all: $(DEV_STAMP)  ## the tests, the slow ones too
 	@$(BIN)/python -m pytest
