@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,25 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NativeUnavailable, match="cannot be written"):
         library.build_library([compiler(tmp_path, "exit 0")], tmp_path / "file")
+
+
+def test_a_cache_that_cannot_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(NativeUnavailable, match="Permission denied"):
+        library.build_library([compiler(tmp_path, "exit 0")], tmp_path)
+
+
+def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", refuse)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(NativeUnavailable, match="no home directory"):
+        library.load_library.__wrapped__()
 
 
 def test_a_library_that_is_none(tmp_path: Path) -> None:

@@ -79,11 +79,11 @@ class Sections(Structure):
 SIGNATURES: dict[str, tuple[object, list[object]]] = {  # result, arguments
     "gapless_model": (c_void_p, [POINTER(Shape), c_int32]),
     "gapless_set_matrix": (None, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
-    "gapless_set_vector": (None, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
+    "gapless_set_vector": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
     "gapless_drop_model": (None, [c_void_p]),
     "gapless_engine": (c_void_p, [c_void_p, *(POINTER(x) for x in (Cache, Rows, Rotary, Sizes))]),
     "gapless_step": (c_int32, [c_void_p, c_void_p, POINTER(Sections), c_void_p, c_void_p]),
-    "gapless_predict": (None, [c_void_p, c_int32, c_int32, c_void_p]),
+    "gapless_predict": (c_int32, [c_void_p, c_int32, c_int32, c_void_p]),
     "gapless_drop_engine": (None, [c_void_p]),
 }
 
@@ -91,7 +91,11 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {  # result, arguments
 @cache
 def load_library() -> ctypes.CDLL:
     """The library, built unless the cache has it. Raises NativeUnavailable with the reason."""
-    return open_library(build_library(compilers(), cache_dir()))
+    try:
+        directory = cache_dir()
+    except RuntimeError as error:
+        raise NativeUnavailable("there is no home directory to keep it in, nor an XDG_CACHE_HOME") from error
+    return open_library(build_library(compilers(), directory))
 
 
 @cache
@@ -110,12 +114,12 @@ def build_library(commands: Sequence[str], directory: Path) -> Path:
     if compiler is None:
         raise NativeUnavailable(f"no C++ compiler ({', '.join(commands)})")
     path = directory / f"step-{_key(compiler)}.so"
-    if not path.exists():
-        try:
+    try:
+        if not path.exists():
             directory.mkdir(parents=True, exist_ok=True)
             _compile(compiler, path)
-        except OSError as error:
-            raise NativeUnavailable(f"{directory} cannot be written ({error.strerror})") from error
+    except OSError as error:
+        raise NativeUnavailable(f"{directory} cannot be written ({error.strerror})") from error
     return path
 
 
