@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,6 +232,41 @@ def test_bad_plans_are_refused(tiny_dir: Path) -> None:
         bench.step(Feed(0, 0, [5, VOCAB_SIZE]))
     with pytest.raises(RuntimeError, match="a position beyond the rope table"):
         bench.step(Feed(0, 127, [5, 5]))
+    with pytest.raises(RuntimeError, match="more tokens or samples"):
+        bench.step(*(Feed(row, 0, TOKENS) for row in range(5)))
+    with pytest.raises(RuntimeError, match="more tokens or samples"):
+        bench.step(decodes=[0] * 41)
+
+
+def test_a_step_of_nothing(tiny_dir: Path, threads: int) -> None:
+    bench = Bench(load_native(tiny_dir))
+    assert len(bench.step()) == 0
+    assert len(bench.step(Feed(0, 0, TOKENS))) == 1
+
+
+WITHOUT_THREADS = """
+import resource, sys, torch
+from pathlib import Path
+from test_native import TOKENS, Bench, Feed, load_native
+
+model = load_native(Path(sys.argv[1]))
+torch.set_num_threads(8)
+expected = Bench(model).step(Feed(0, 0, TOKENS))
+size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 5 * 2**30,) * 2)
+assert torch.equal(Bench(model).step(Feed(0, 0, TOKENS)), expected)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit on address space")
+def test_a_system_that_gives_no_more_threads(tiny_dir: Path) -> None:
+    """Stacks of 4 GiB and room for 5: of seven helpers one can be started."""
+    stack = ["prlimit", f"--stack={4 * 2**30}:"] if shutil.which("prlimit") else pytest.skip("needs prlimit")
+    paths = os.pathsep.join(str(path) for path in (Path(__file__).parent, *sys.path))
+    command = [*stack, sys.executable, "-c", WITHOUT_THREADS, str(tiny_dir)]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_float16_runs_in_torch_and_says_so(tiny_dir: Path) -> None:

@@ -7,6 +7,7 @@
 // at once. Otherwise keys lie like values, [place][head_dim], and each span is transposed as it is read.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 

@@ -30,7 +30,7 @@ struct Sections {
     int32_t num_decodes, num_chunk_tokens, num_chunks, num_samples, num_score_samples, num_targets, num_new_blocks;
 };
 
-enum Status { OK = 0, BAD_TOKEN = 1, BAD_POSITION = 2 };
+enum Status { OK = 0, BAD_TOKEN = 1, BAD_POSITION = 2, TOO_LARGE = 3, NO_MEMORY = 4 };
 
 // A packed plan, section by section; `runner/fill.py` has the order.
 struct Plan {
@@ -114,7 +114,7 @@ class Engine : public AnyEngine {
     typedef typename T::Input Input;
 
     Engine(const Model<T>& model, const Cache& cache, const Rows& rows, const Rotary& rotary, const Sizes& sizes)
-        : model_(model), cache_(cache), rows_(rows), rotary_(rotary), team_(sizes.num_threads) {
+        : model_(model), cache_(cache), rows_(rows), rotary_(rotary), sizes_(sizes), team_(sizes.num_threads) {
         const Shape& s = model.shape;
         const int heads_a_kv_head = s.num_heads / s.num_kv_heads;
         for (int i = 0; i < sizes.num_threads; i++) attentions_.emplace_back(cache, heads_a_kv_head);
@@ -134,6 +134,8 @@ class Engine : public AnyEngine {
 
     int step(const int32_t* packed, const Sections& sections, float* logits, int32_t* tokens) override {
         const Plan plan(packed, sections);
+        if (plan.num_tokens() > sizes_.max_tokens || sections.num_targets > sizes_.max_tokens) return TOO_LARGE;
+        if (sections.num_samples > sizes_.max_samples) return TOO_LARGE;
         for (int i = 0; i < sections.num_new_blocks; i++) {
             const int32_t* entry = plan.new_blocks + 3 * i;
             rows_.blocks[entry[0] * rows_.max_blocks + entry[1]] = entry[2];
@@ -382,6 +384,7 @@ class Engine : public AnyEngine {
     const Cache cache_;
     const Rows rows_;
     const Rotary rotary_;
+    const Sizes sizes_;
     Team team_;
     Arena memory_;
     std::vector<Attention> attentions_;  // one a thread
@@ -428,13 +431,23 @@ class ModelOf : public AnyModel {
 
 using namespace gapless;
 
-// Null where memory is short.
+// No exception may reach the host. Null where memory is short.
 template <class Make>
 static auto or_null(Make make) -> decltype(make()) {
     try {
         return make();
     } catch (const std::exception&) {
         return nullptr;
+    }
+}
+
+// The same, for what returns a status.
+template <class Act>
+static int status_of(Act act) {
+    try {
+        return act();
+    } catch (const std::exception&) {
+        return NO_MEMORY;
     }
 }
 
@@ -451,8 +464,8 @@ void gapless_set_matrix(AnyModel* model, int part, int layer, const void* data, 
     model->set_matrix(part, layer, data, num_outputs, first);
 }
 
-void gapless_set_vector(AnyModel* model, int part, int layer, const float* data, int count, int first) {
-    model->set_vector(part, layer, data, count, first);
+int gapless_set_vector(AnyModel* model, int part, int layer, const float* data, int count, int first) {
+    return status_of([&] { return model->set_vector(part, layer, data, count, first), OK; });
 }
 
 void gapless_drop_model(AnyModel* model) { delete model; }
@@ -464,10 +477,12 @@ AnyEngine* gapless_engine(
 }
 
 int gapless_step(AnyEngine* engine, const int32_t* packed, const Sections* sections, float* logits, int32_t* tokens) {
-    return engine->step(packed, *sections, logits, tokens);
+    return status_of([&] { return engine->step(packed, *sections, logits, tokens); });
 }
 
-void gapless_predict(AnyEngine* engine, int first, int count, float* logits) { engine->predict(first, count, logits); }
+int gapless_predict(AnyEngine* engine, int first, int count, float* logits) {
+    return status_of([&] { return engine->predict(first, count, logits), OK; });
+}
 
 void gapless_drop_engine(AnyEngine* engine) { delete engine; }
 

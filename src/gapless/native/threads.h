@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -45,8 +46,13 @@ class Team {
   public:
     typedef std::function<void(int)> Job;
 
+    // Where the system gives no more threads, the team is smaller: a seat that stays empty holds nobody up either.
     explicit Team(int num_threads) : seats_(num_threads) {
-        for (int i = 1; i < num_threads; i++) helpers_.emplace_back([this, i] { help(i); });
+        helpers_.reserve(num_threads);
+        try {
+            for (int i = 1; i < num_threads; i++) helpers_.emplace_back([this, i] { help(i); });
+        } catch (const std::system_error&) {
+        }
     }
 
     ~Team() {

@@ -31,7 +31,12 @@ from gapless.runner.row_store import RowStore
 from gapless.runner.sampler import sample
 
 DTYPES = (torch.float32, torch.bfloat16)
-FAILURES = {1: "a token id outside the vocabulary", 2: "a position beyond the rope table"}
+FAILURES = {
+    1: "a token id outside the vocabulary",
+    2: "a position beyond the rope table",
+    3: "more tokens or samples than the engine has room for",
+}
+NO_MEMORY = 4  # step.cpp has the same numbers
 _PART = {name: index for index, name in enumerate(native.PARTS)}
 
 
@@ -97,7 +102,7 @@ class NativeModel:
 
     def _set_vector(self, part: str, layer: int, values: Tensor, first: int = 0) -> None:
         values = values.float().contiguous()
-        self._library.gapless_set_vector(self.handle, _PART[part], layer, values.data_ptr(), len(values), first)
+        _check(self._library.gapless_set_vector(self.handle, _PART[part], layer, values.data_ptr(), len(values), first))
 
 
 class NativeRunner:
@@ -141,9 +146,7 @@ class NativeRunner:
             sections.num_new_blocks,
         )
         logits = None if alone else self.logits.data_ptr()
-        status = self._library.gapless_step(self._engine, packed_plan.data_ptr(), counts, logits, out.data_ptr())
-        if status != 0:
-            raise RuntimeError(f"the plan holds {FAILURES[status]}")
+        _check(self._library.gapless_step(self._engine, packed_plan.data_ptr(), counts, logits, out.data_ptr()))
         if not alone:
             self._finish(plan, unpack(packed_plan, sections), out)
 
@@ -179,8 +182,15 @@ class NativeRunner:
     def _predict(self, picked: Tensor) -> Tensor:
         """Logits of some of the step's picked tokens (native/step.cpp), numbered one after the other."""
         count = len(picked)
-        self._library.gapless_predict(self._engine, int(picked[0]), count, self.logits.data_ptr())
+        _check(self._library.gapless_predict(self._engine, int(picked[0]), count, self.logits.data_ptr()))
         return self.logits[:count]
+
+
+def _check(status: int) -> None:
+    if status == NO_MEMORY:
+        raise CapacityError("no memory for the native step")
+    if status != 0:
+        raise RuntimeError(f"the plan holds {FAILURES[status]}")
 
 
 def _shape(config: ModelConfig) -> native.Shape:
