@@ -30,7 +30,8 @@ inline void pause_briefly() {
 #endif
 }
 
-// Wait until `value` is no longer `old`.
+// Wait until `value` is no longer `old`. Who changes it must do so in sequential order: notify_all of GNU's library reads
+// the number of sleepers without a fence, and a processor may do that before a mere release is seen. Then none is woken.
 inline void wait_for_change(const std::atomic<uint32_t>& value, uint32_t old) {
     const auto until = std::chrono::steady_clock::now() + SPIN_TIME;
     do {
@@ -114,12 +115,12 @@ class Team {
     void next_phase(uint32_t mine) {
         num_done_.store(0, std::memory_order_relaxed);
         for (Seat& seat : seats_) seat.taken.store((uint64_t)(mine + 1) << 32, std::memory_order_release);
-        phase_.store(mine + 1, std::memory_order_release);
+        phase_.store(mine + 1);
         phase_.notify_all();
     }
 
     void start() {
-        num_starts_.fetch_add(1, std::memory_order_release);
+        num_starts_.fetch_add(1);
         num_starts_.notify_all();
     }
 
@@ -137,7 +138,7 @@ class Team {
             while (door & OPEN)
                 if (door_.compare_exchange_weak(door, door + 1, std::memory_order_acq_rel)) {
                     enter(number);
-                    door_.fetch_sub(1, std::memory_order_acq_rel);
+                    door_.fetch_sub(1);
                     door_.notify_all();
                     break;
                 }
