@@ -85,6 +85,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (True, False),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
+    "continuous_usage_stats": (False,),
 }
 
 
@@ -282,6 +283,11 @@ def refuse_unsupported(body: Body) -> None:
             raise ApiError(400, f"unknown parameter: {name!r}", param=name, code="unknown_parameter")
         if value is not None and not any(value == neutral and _same_kind(value, neutral) for neutral in NEUTRAL[name]):
             raise ApiError(400, f"{name!r} is not supported with this value", param=name, code="unsupported_parameter")
+    options = getattr(body, "stream_options", None)
+    if options is not None and not getattr(body, "stream", None):
+        raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+    if options is not None:
+        refuse_unsupported(options)
 
 
 def _same_kind(value: object, neutral: object) -> bool:
