@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -198,6 +199,20 @@ def test_a_template_renders_in_its_own_process() -> None:
         render(None)
     with pytest.raises(InvalidRequest, match="does not parse"):
         render("{% if %}")
+
+
+def test_nobody_notices_that_an_idle_template_process_was_killed() -> None:
+    async def go() -> str:
+        renderer = Renderer(Template("{{ messages[0].content }}!", None, None), 5.0)
+        await renderer.render(TALK)
+        assert renderer.pid is not None
+        os.kill(renderer.pid, signal.SIGKILL)
+        try:
+            return await renderer.render(TALK)
+        finally:
+            renderer.close()
+
+    assert asyncio.run(go()) == "hi!"
 
 
 @pytest.mark.parametrize(

@@ -101,23 +101,33 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: ParentChannel[FromTemplate] | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """Of the template process."""
+        return self._process.pid if self._process is not None else None
+
     async def render(self, messages: Sequence[Mapping[str, Any]], **extra: Any) -> str:
         """The prompt text of a conversation. Raises InvalidRequest."""
+        question = Render(json.dumps(messages), extra)
         async with self._lock:
+            for _ in range(2):  # it may have died while it had nothing to do: only a second death is this one's
+                with contextlib.suppress(Disconnected):
+                    return _text(await self._ask(question))
+        raise InvalidRequest("the chat template could not be rendered")
+
+    async def _ask(self, question: Render) -> FromTemplate:
+        answer = None
+        try:
             channel = self._channel or await self.start()
-            answer = None
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    channel.send(Render(json.dumps(messages), extra))
-                    answer = await channel.receive()
-            except TimeoutError:
-                raise InvalidRequest(f"the chat template took longer than {self._timeout_s:g} s") from None
-            except Disconnected:
-                raise InvalidRequest("the chat template could not be rendered") from None
-            finally:
-                if answer is None:
-                    self.close()  # it still works, or is dead; its late answer would be taken for another's
-            return _text(answer)
+            async with asyncio.timeout(self._timeout_s):
+                channel.send(question)
+                answer = await channel.receive()
+            return answer
+        except TimeoutError:
+            raise InvalidRequest(f"the chat template took longer than {self._timeout_s:g} s") from None
+        finally:
+            if answer is None:
+                self.close()  # it still works, or is dead; its late answer would be taken for another's
 
     async def start(self) -> ParentChannel[FromTemplate]:
         """Start the process; the first rendering would do so otherwise."""
@@ -127,8 +137,11 @@ class Renderer:
         theirs.close()
         channel: ParentChannel[FromTemplate] = await ParentChannel.open(ours, FromTemplate)
         channel.send(self._template)
-        async with asyncio.timeout(START_S):
-            await channel.receive()
+        try:
+            async with asyncio.timeout(START_S):
+                await channel.receive()
+        except TimeoutError:
+            raise Disconnected from None
         self._channel = channel
         return channel
 
