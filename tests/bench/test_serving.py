@@ -129,7 +129,14 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
         (["--url", "http://127.0.0.1:1"], "does not list its models"),
         (["--requests", "0"], "--requests must be at least 1"),
         (["--url", "http://x", "--idle"], "leave --url out"),
-        (["--rate", "-1"], "--rate must be above 0"),
+        (["--rate", "-1"], "--rate must be a number above 0"),
+        (["--rate", "nan"], "--rate must be a number above 0"),
+        (["--timeout", "0"], "--timeout must be a number above 0"),
+        (["--slo-ttft", "inf"], "--slo-ttft must be a number above 0"),
+        (["--plot", "/"], "it is a folder"),
+        (["--url", "127.0.0.1:8000"], "--url must be like"),
+        (["--url", "http://127.0.0.1:x"], "Port could not be cast"),
+        (["--url", "http://[::1"], "Invalid IPv6 URL"),
     ):
         assert main(["bench", "serve", *flags]) == 2
         assert words in capsys.readouterr().err

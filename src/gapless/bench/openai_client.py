@@ -30,12 +30,16 @@ class Endpoint:
 
     @classmethod
     def from_url(cls, url: str, api_key: str | None = None) -> Endpoint:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"--url {url!r}: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url must be like http://127.0.0.1:8000, got {url!r}")
         tls = parts.scheme == "https"
         base = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, parts.port or (443 if tls else 80), tls, base, api_key)
+        return cls(parts.hostname, port or (443 if tls else 80), tls, base, api_key)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -90,13 +91,17 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("requests", "concurrency"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if args.rate is not None and args.rate <= 0:
-        raise ConfigError(f"--rate must be above 0, got {args.rate}")
+    for name in ("rate", "timeout", "slo_ttft", "slo_tpot"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:  # not-a-number is neither
+            raise ConfigError(f"--{name.replace('_', '-')} must be a number above 0, got {value:g}")
     if args.idle and args.url is not None:
         raise ConfigError("--idle needs a server of its own: leave --url out")
     for path in (args.json, args.plot):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"{path}: cannot be written: no such folder")
+        if path is not None and Path(path).is_dir():
+            raise ConfigError(f"{path}: cannot be written: it is a folder")
 
 
 def _write(args: argparse.Namespace, summary: Summary, samples: Sequence[Sample], runs: dict[str, Idle]) -> None:
