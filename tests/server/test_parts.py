@@ -18,18 +18,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gapless import LLM
+from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
 from gapless.errors import ConfigError, InvalidRequest
 from gapless.server.channel import ChildChannel, Disconnected
+from gapless.server.completions import CompletionAnswer
 from gapless.server.engine_process import read_timeline
+from gapless.server.generation import Choice, Generation
+from gapless.server.logprobs import TokenTexts
 from gapless.server.logs import MAX_QUEUED, LineWriter
 from gapless.server.messages import FromEngine, News, Over, Pulse, Submit, ToEngine, pack_tokens
 from gapless.server.metrics import EngineTotals
 from gapless.server.options import ServerOptions, read_keys
+from gapless.server.protocol import CompletionRequest
 from gapless.server.responses import MAX_KEPT, Memory
 from gapless.server.roster import Flight, Roster
+from gapless.server.supervisor import Supervisor
 from gapless.server.template_process import Renderer, Template
 from gapless.server.traces import Traces
+from gapless.text.assembler import Assembler
 from tiny import ALPHABET
 
 # -- the roster --------------------------------------------------------------------------------------------------------
@@ -368,6 +375,27 @@ def test_memory_is_bounded() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "0.0.0.0", "example.org"])
 def test_loopback(host: str) -> None:
     assert ServerOptions(host=host).is_loopback is (host in ("127.0.0.1", "::1", "localhost"))
+
+
+def test_others_have_their_turn_between_the_choices_of_a_long_answer() -> None:
+    async def go() -> int:
+        changed = asyncio.Event()
+        flights = [Flight(i, [1, 2], SamplingParams(seed=i), changed) for i in range(20)]
+        for flight in flights:
+            flight.over = Over(flight.id, "length")
+        choices = [Choice(flight.id, flight, Assembler(None, ())) for flight in flights]
+        changed.set()
+        generation = Generation(Supervisor(EngineOptions()), choices, changed, asyncio.get_running_loop().time() + 60)
+        body = CompletionRequest(prompt=[1, 2], logprobs=1)
+        answer = asyncio.create_task(CompletionAnswer(generation, body, "tiny", (), TokenTexts(None)).whole())
+        num_turns = 0
+        while not answer.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        assert len((await answer)["choices"]) == 20
+        return num_turns
+
+    assert asyncio.run(go()) > 20
 
 
 def test_a_long_text_is_tokenized_while_others_run(tiny_llm: LLM) -> None:

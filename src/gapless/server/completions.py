@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -37,10 +38,11 @@ class CompletionAnswer:
 
     async def whole(self) -> dict[str, Any]:
         await self._generation.finish()
-        choices = [
-            self._choice(Piece(choice, choice.text, choice.tokens, choice.finish_reason, choice.logprobs))
-            for choice in self._generation.choices
-        ]
+        choices = []
+        for choice in self._generation.choices:
+            piece = Piece(choice, choice.text, choice.tokens, choice.finish_reason, choice.logprobs)
+            choices.append(self._choice(piece))
+            await asyncio.sleep(0)  # a prompt's log-probabilities take a while to tell: others have their turn
         return self._head() | {"choices": choices, "usage": usage(self._generation.choices)}
 
     async def events(self) -> AsyncIterator[bytes]:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
+
+_encode = msgspec.json.Encoder().encode
 
 
 class ApiError(Exception):
@@ -51,7 +54,10 @@ def error_response(error: ApiError) -> Response:
 
 def dump(value: Any) -> bytes:
     """JSON that can always be sent: lone surrogates, which clients may have sent us, stay escaped."""
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
+    try:
+        return _encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
 def _kind(status: int) -> str:

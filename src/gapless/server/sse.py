@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -20,7 +19,6 @@ from gapless.server.errors import ApiError, dump
 
 DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
-_encode = msgspec.json.Encoder().encode
 
 
 class ClientGone(Exception):
@@ -29,11 +27,7 @@ class ClientGone(Exception):
 
 def event(data: Any, name: str | None = None) -> bytes:
     """One event; `data` as JSON, which has no line breaks of its own."""
-    try:
-        text = _encode(data)
-    except UnicodeEncodeError:  # a lone surrogate that a client sent comes back to it
-        text = dump(data)
-    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + text + b"\n\n"
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + dump(data) + b"\n\n"
 
 
 class EventStream(Response):
