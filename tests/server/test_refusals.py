@@ -71,6 +71,20 @@ def test_a_wrong_parameter_is_refused_by_name(server: Server, values: dict[str, 
         assert error["param"].startswith(param)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "n", "param"),
+    [(["a"] * 9, None, "prompt"), ([[1]] * 5, 2, "prompt"), ("a", 5, "n"), (["", *["a"] * 8], None, "prompt")],
+    ids=["texts", "ids", "n", "counted first"],
+)
+def test_too_many_prompts_are_refused_before_any_is_looked_at(
+    server: Server, prompt: Any, n: int | None, param: str
+) -> None:
+    """The limits are 4 and 8. The empty prompt, which is wrong too, would have been found when tokenized."""
+    status, error = server.error("POST", "/v1/completions", {"prompt": prompt, "n": n})
+    assert (status, error["param"]) == (400, param)
+    assert "the server allows" in error["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_neutral_and_harmless_parameters_are_taken(server: Server, stream: bool) -> None:
     neutral = {

@@ -93,6 +93,7 @@ async def answer_chat(service: Service, body: ChatRequest) -> ChatAnswer:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     service.check_logprobs(body.top_logprobs, param="top_logprobs")
+    service.check_choices(1, body.n)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ; send one", param="max_tokens")
     prompt = await service.encode_chat(chat_messages(body.messages))

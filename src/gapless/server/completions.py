@@ -89,7 +89,9 @@ async def answer_completion(service: Service, body: CompletionRequest) -> Comple
     model = service.check_model(body.model)
     refuse_unsupported(body)
     service.check_logprobs(body.logprobs, param="logprobs")
-    prompts = [await _tokens(service, prompt) for prompt in _prompts(body)]
+    given = _prompts(body)
+    service.check_choices(len(given), body.n)
+    prompts = [await _tokens(service, prompt) for prompt in given]
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     plans = []
     for prompt in prompts:
@@ -113,6 +115,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 async def _tokens(service: Service, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
+        await asyncio.sleep(0)  # many short prompts take as long as a long one
         return await service.encode(prompt, param="prompt")
     service.check_tokens(prompt, "prompt")
     return prompt

@@ -177,15 +177,20 @@ class Service:
 
     # -- generation --------------------------------------------------------------------------------------------------
 
-    def start(self, plans: Sequence[Plan], n: int | None, timeout_s: float | None) -> Generation:
-        """Send prompts to the engine, each n times. Raises ApiError when there is no room for them."""
+    def check_choices(self, num_prompts: int, n: int | None) -> None:
+        """Raise ApiError for too many; before each prompt costs time."""
         count = n or 1
         if count > self.options.max_n:
             raise ApiError(400, f"n is {count}; the server allows {self.options.max_n}", param="n")
-        total = len(plans) * count
+        total = num_prompts * count
         if total > self.options.max_choices:
-            raise ApiError(400, f"{total} choices; the server allows {self.options.max_choices}", param="n")
-        self._admit(total)
+            message = f"{total} choices; the server allows {self.options.max_choices}"
+            raise ApiError(400, message, param="n" if num_prompts == 1 else "prompt")
+
+    def start(self, plans: Sequence[Plan], n: int | None, timeout_s: float | None) -> Generation:
+        """Send prompts to the engine, each n times. Raises ApiError when there is no room for them."""
+        count = n or 1
+        self._admit(len(plans) * count)
         changed = asyncio.Event()
         limit_s = min(timeout_s or self.options.request_timeout, self.options.request_timeout)
         choices: list[Choice] = []
