@@ -51,6 +51,7 @@ LAW: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(TOP_LEVEL, ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES)),
     "server": ("pipeline.engine", "models.source", "text", *VALUES, *LEAVES),
     "cli": ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES, *BENCH),
+    "__main__": ("cli",),
     "commands": ("pipeline.engine", "models.source", "text", "trace", "server", *VALUES, *TOP_LEVEL, *LEAVES, *PROOF),
     "__init__": ("async_llm", "client", "core.params", "errors", "llm"),
 }
