@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gapless.device.base import Buffer, Device, Event, Stream, Timer
+from gapless.device.base import Buffer, Device, Event, Stream
+from gapless.device.wrapper import WrappedDevice
 from gapless.errors import RaceError
 
 HOST = "host"
@@ -173,34 +174,23 @@ class CheckedStream:
         self._inner.pause(delay_s)
 
 
-class CheckedDevice:
+class CheckedDevice(WrappedDevice):
     """Any device, checked."""
 
     def __init__(self, inner: Device) -> None:
-        self._inner = inner
         self.checker = Checker()
-        self.torch_device = inner.torch_device
-        self.num_cores = inner.num_cores
-        self.h2d: Stream = CheckedStream(inner.h2d, self.checker)
-        self.compute: Stream = CheckedStream(inner.compute, self.checker)
-        self.d2h: Stream = CheckedStream(inner.d2h, self.checker)
+        super().__init__(inner, lambda stream: CheckedStream(stream, self.checker))
 
     def event(self, name: str) -> CheckedEvent:
-        return CheckedEvent(self._inner.event(name), self.checker)
-
-    def timer(self) -> Timer:
-        return self._inner.timer()
-
-    def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
-        return self._inner.buffer(name, shape, dtype, host=host)
+        return CheckedEvent(super().event(name), self.checker)
 
     def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
         self.checker.access(HOST, label, reads, writes)
-        self._inner.touch(label, reads=reads, writes=writes)
+        super().touch(label, reads=reads, writes=writes)
 
     def release(self, label: str, buffers: Sequence[Buffer]) -> None:
         self.checker.release(label, buffers)
-        self._inner.release(label, buffers)
+        super().release(label, buffers)
         for buffer in buffers:
             self._poison(buffer.tensor)
 
@@ -213,12 +203,3 @@ class CheckedDevice:
         self._inner.h2d.run(lambda: _fill(tensor), "poison")
         self._inner.h2d.record(over)
         over.synchronize()
-
-    def kv_budget(self, dry_run: Callable[[], None]) -> int:
-        return self._inner.kv_budget(dry_run)
-
-    def memory_held(self) -> int:
-        return self._inner.memory_held()
-
-    def close(self) -> None:
-        self._inner.close()

@@ -10,9 +10,8 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-import torch
-
-from gapless.device.base import Buffer, Device, Event, Stream, Timer
+from gapless.device.base import Buffer, Device, Event, Stream
+from gapless.device.wrapper import WrappedDevice
 
 SHARE = 0.4  # of the operations that are held up
 LONGEST_S = 400e-6
@@ -45,38 +44,9 @@ class JitterStream:
         self._inner.pause(delay_s)
 
 
-class JitterDevice:
+class JitterDevice(WrappedDevice):
     """Any device, shaken."""
 
     def __init__(self, inner: Device, seed: int) -> None:
         dice = random.Random(seed)
-        self._inner = inner
-        self.torch_device = inner.torch_device
-        self.num_cores = inner.num_cores
-        self.h2d: Stream = JitterStream(inner.h2d, dice)
-        self.compute: Stream = JitterStream(inner.compute, dice)
-        self.d2h: Stream = JitterStream(inner.d2h, dice)
-
-    def event(self, name: str) -> Event:
-        return self._inner.event(name)
-
-    def timer(self) -> Timer:
-        return self._inner.timer()
-
-    def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
-        return self._inner.buffer(name, shape, dtype, host=host)
-
-    def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
-        self._inner.touch(label, reads=reads, writes=writes)
-
-    def release(self, label: str, buffers: Sequence[Buffer]) -> None:
-        self._inner.release(label, buffers)
-
-    def kv_budget(self, dry_run: Callable[[], None]) -> int:
-        return self._inner.kv_budget(dry_run)
-
-    def memory_held(self) -> int:
-        return self._inner.memory_held()
-
-    def close(self) -> None:
-        self._inner.close()
+        super().__init__(inner, lambda stream: JitterStream(stream, dice))

@@ -1,0 +1,48 @@
+"""A device around another one. What it does not change, it passes on.
+
+For devices that add something to all others: a checker, delays. Knows nothing of what they add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gapless.device.base import Buffer, Device, Event, Stream, Timer
+
+
+class WrappedDevice:
+    """The inner device, its streams replaced by what `wrap` makes of them."""
+
+    def __init__(self, inner: Device, wrap: Callable[[Stream], Stream]) -> None:
+        self._inner = inner
+        self.torch_device = inner.torch_device
+        self.num_cores = inner.num_cores
+        self.h2d = wrap(inner.h2d)
+        self.compute = wrap(inner.compute)
+        self.d2h = wrap(inner.d2h)
+
+    def event(self, name: str) -> Event:
+        return self._inner.event(name)
+
+    def timer(self) -> Timer:
+        return self._inner.timer()
+
+    def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
+        return self._inner.buffer(name, shape, dtype, host=host)
+
+    def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
+        self._inner.touch(label, reads=reads, writes=writes)
+
+    def release(self, label: str, buffers: Sequence[Buffer]) -> None:
+        self._inner.release(label, buffers)
+
+    def kv_budget(self, dry_run: Callable[[], None]) -> int:
+        return self._inner.kv_budget(dry_run)
+
+    def memory_held(self) -> int:
+        return self._inner.memory_held()
+
+    def close(self) -> None:
+        self._inner.close()
