@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from plans import LIMITS, plans
 
-from gapless.core.plan import Plan
+from gapless.core.plan import NOTHING, Plan
 from gapless.runner.fill import Sections, fill
 from gapless.runner.padding import Shape, pad
 
@@ -17,7 +19,9 @@ SHAPE = Shape(num_decodes=8, num_chunk_tokens=40, num_chunks=7)
 @given(plans())
 def test_every_plan_of_a_shape_packs_into_the_same_sections(plan: Plan) -> None:
     assert SHAPE.holds(plan)
+    plan = replace(plan, score_samples=NOTHING, chunks=tuple(replace(c, targets=NOTHING) for c in plan.chunks))
     sections = Sections.of(pad(plan, SHAPE, PADDING))
+    assert sections == SHAPE.sections(plan)
     assert (sections.num_decodes, sections.num_chunk_tokens, sections.num_chunks) == (8, 40, 7)
     assert sections.num_samples == SHAPE.num_samples == 15
     packed = np.zeros(10_000, np.int32)

@@ -140,8 +140,7 @@ class GraphRunner:
             self._runner.step(plan, packed_plan, out)
             return
         if shape.num_chunks and (plan.seats or len(plan.new_blocks)):
-            padded = pad(plan, shape, self._limits.num_rows)
-            self._runner.rows.apply(unpack(packed_plan, Sections.of(padded)))
+            self._runner.rows.apply(unpack(packed_plan, shape.sections(plan)))
         size = _packed_size(shape)
         self._packed[:size].copy_(packed_plan[:size])
         self._graphs[shape, _is_greedy(plan)].graph.replay()
@@ -248,7 +247,7 @@ def _packed_size(shape: Shape) -> int:
     """Numbers that a graph of this shape reads: of a decode step, rows and their new blocks."""
     if shape.num_chunks == 0:
         return 2 * shape.num_decodes
-    return Sections.of(pad(_NO_PLAN, shape, 0)).total
+    return shape.sections(_NO_PLAN).total
 
 
 def _is_greedy(plan: Plan) -> bool:

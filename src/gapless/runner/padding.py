@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gapless.core.plan import Chunk, Plan
+from gapless.runner.fill import Sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,19 @@ class Shape:
     def chunk_samples(self, plan: Plan) -> slice:
         """Where the samples of the plan's chunks lie among those of the padded plan; its decode rows' come first."""
         return slice(self.num_decodes, self.num_decodes + plan.num_samples - plan.num_decodes)
+
+    def sections(self, plan: Plan) -> Sections:
+        """Sizes of the padded plan's packed form, without padding it."""
+        return Sections(
+            num_decodes=self.num_decodes,
+            num_chunk_tokens=self.num_chunk_tokens,
+            num_chunks=self.num_chunks,
+            num_samples=self.num_samples,
+            num_score_samples=0,
+            num_targets=0,
+            num_new_blocks=len(plan.new_blocks),
+            num_seats=len(plan.seats),
+        )
 
     def holds(self, plan: Plan) -> bool:
         """Whether the plan can be padded to this; one chunk is kept for the padding's own tokens."""
