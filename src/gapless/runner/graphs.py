@@ -114,15 +114,24 @@ class GraphRunner:
         self._graphs: dict[tuple[Shape, bool], Captured] = {}
         self._decode_shapes: list[Shape] = []  # captured, smallest first
         self._mixed_shapes: list[Shape] = []
+        self._decoding: tuple[Shape, IntArray] | None = None  # what `_packed` holds, if the last step was a decode step
         self._capture_all(wanted, progress)
 
     def fill(self, plan: Plan, out: IntArray) -> int:
         """Pack the plan the way its step will read it."""
         shape = self._shape(plan)
+        if shape is not None and not shape.num_chunks:
+            return self._fill_decode(plan, shape, out)
+        self._decoding = None
         if shape is None:
             return self._runner.fill(plan, out)
-        if shape.num_chunks:
-            return fill(pad(plan, shape, self._limits.num_rows), out)
+        return fill(pad(plan, shape, self._limits.num_rows), out)
+
+    def _fill_decode(self, plan: Plan, shape: Shape, out: IntArray) -> int:
+        """The same rows again without new blocks: nothing to tell. A block told before is told again to no effect."""
+        last, self._decoding = self._decoding, (shape, plan.decode_rows)
+        if last and not len(plan.new_blocks) and last[0] == shape and np.array_equal(last[1], plan.decode_rows):
+            return 0
         size, count = shape.num_decodes, plan.num_decodes
         rows, blocks = out[:size], out[size : 2 * size]
         rows[:count] = plan.decode_rows
@@ -135,19 +144,22 @@ class GraphRunner:
     def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         """Replay the plan's graph, or run it as it is."""
         shape = self._shape(plan)
+        decoding, self._decoding = self._decoding, None  # unknown, should this raise
         if shape is None:
             self.ledger["no graph: log-probabilities" if plan.num_scores else "no graph: prefill"] += 1
             self._runner.step(plan, packed_plan, out)
             return
         if shape.num_chunks and (plan.seats or len(plan.new_blocks)):
             self._runner.rows.apply(unpack(packed_plan, shape.sections(plan)))
-        size = _packed_size(shape)
-        self._packed[:size].copy_(packed_plan[:size])
+        if len(packed_plan):
+            size = _packed_size(shape)
+            self._packed[:size].copy_(packed_plan[:size])
         self._graphs[shape, _is_greedy(plan)].graph.replay()
         count = plan.num_decodes
         out[:count].copy_(self._out[:count])
         if plan.num_samples > count:
             out[count : plan.num_samples].copy_(self._out[shape.chunk_samples(plan)])
+        self._decoding = decoding
 
     def _shape(self, plan: Plan) -> Shape | None:
         """The smallest captured shape that holds the plan."""
