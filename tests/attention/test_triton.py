@@ -2,72 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from batches import BLOCK_SIZE, DEVICE, SHAPES, Shape, make_batch
+
 from gapless.attention.base import AttentionBatch, Span
 from gapless.attention.reference import ReferenceAttention
 from gapless.attention.triton import TritonAttention
 from gapless.models.rope import Rotation
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BLOCK_SIZE = 4
-
-
-@dataclass(frozen=True)
-class Shape:
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    decode_lengths: tuple[int, ...]  # of rows 0, 1, ...
-    chunks: tuple[tuple[int, int], ...]  # (start, count) of the rows after them
-    norm: bool = False
-    num_cores: int = 4  # decides how often keys are split
-
-
-SHAPES = [
-    Shape(4, 2, 16, (1, 7, 33), ()),
-    Shape(4, 2, 16, (130, 5), (), num_cores=32),
-    Shape(8, 1, 32, (9,), ((0, 5), (6, 9))),
-    Shape(6, 6, 24, (), ((0, 70), (3, 1))),
-    Shape(4, 2, 20, (70, 3), ((65, 66),), norm=True, num_cores=64),
-    Shape(2, 2, 16, (257,), (), norm=True, num_cores=512),
-]
-
-
-def make_batch(shape: Shape, generator: torch.Generator) -> tuple[AttentionBatch, int]:
-    ends = [*shape.decode_lengths, *(start + count for start, count in shape.chunks)]
-    max_blocks = -(-max(ends) // BLOCK_SIZE)
-    shuffled = torch.randperm(len(ends) * max_blocks, generator=generator)
-    blocks = shuffled.view(len(ends), max_blocks).to(DEVICE)
-    num_decodes = len(shape.decode_lengths)
-    places = [(row, length - 1) for row, length in enumerate(shape.decode_lengths)]
-    spans = []
-    for i, (start, count) in enumerate(shape.chunks):
-        spans.append(Span(len(places), start, count))
-        places += [(num_decodes + i, p) for p in range(start, start + count)]
-    rows, positions = (torch.tensor(x, device=DEVICE) for x in zip(*places, strict=True))
-
-    def ints(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-    batch = AttentionBatch(
-        slots=blocks[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
-        blocks=blocks,
-        decode_rows=torch.arange(num_decodes, device=DEVICE),
-        decode_lengths=torch.tensor(shape.decode_lengths, dtype=torch.int64, device=DEVICE),
-        max_decode_length=max(shape.decode_lengths, default=0),
-        chunk_rows=ints([num_decodes + i for i in range(len(spans))]),
-        chunk_offsets=ints([span.offset for span in spans]),
-        chunk_starts=ints([span.start for span in spans]),
-        chunk_ends=ints([span.length for span in spans]),
-        chunks=tuple(spans),
-    )
-    return batch, len(ends) * max_blocks * BLOCK_SIZE
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

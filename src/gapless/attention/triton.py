@@ -6,7 +6,9 @@ heads packed into one tile, the last split to finish adds up the parts), and for
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,9 @@ MAX_SPLITS = 16
 PROGRAMS_A_CORE = 4  # at most, when keys are split
 MIN_GROUP = 16  # rows of a tile that the matrix units take
 PREFILL_BLOCK_M = 64
+
+# a part of a layer's work: (pool, heads, rotation, out [num_tokens, num_heads, head_dim]) -> out or what replaces it
+Part = Callable[[torch.Tensor, torch.Tensor, Rotation, torch.Tensor], torch.Tensor]
 
 
 @triton.jit
@@ -248,7 +253,21 @@ class Chunks:
     ends: torch.Tensor  # the row's length after the step
     first: int  # token of the batch
     count: int  # of tokens, in all chunks
-    longest: int
+    longest: int  # tokens of a chunk at most
+
+    @classmethod
+    def of(cls, batch: AttentionBatch) -> Chunks:
+        """The batch's own."""
+        counts = [span.count for span in batch.chunks]
+        return cls(
+            batch.chunk_rows,
+            batch.chunk_offsets,
+            batch.chunk_starts,
+            batch.chunk_ends,
+            first=batch.num_decodes,
+            count=sum(counts),
+            longest=max(counts),
+        )
 
 
 class TritonAttention:
@@ -267,11 +286,12 @@ class TritonAttention:
     ) -> None:
         """batch_invariant: decode rows are chunks of one token, so a token's sums never depend on who came along."""
         self._batch_invariant = batch_invariant
-        self._pools = pools
+        self.pools = pools
         self._block_size = block_size
         self._num_heads = num_heads
         self._num_kv_heads = pools[0].shape[1] // 2
         self._head_dim = pools[0].shape[2]
+        self.scale = scale
         self._scale = scale * 1.4426950408889634  # the kernels use powers of two
         self._num_cores = num_cores
         self._precision = "ieee" if pools[0].dtype == torch.float32 else "tf32"
@@ -279,7 +299,7 @@ class TritonAttention:
 
     def _make_scratch(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Parts, their statistics, and counters of finished parts; the compute stream alone touches them."""
-        device = self._pools[0].device
+        device = self.pools[0].device
         num_parts = PROGRAMS_A_CORE * self._num_cores
         group = self._num_heads // self._num_kv_heads
         parts = torch.empty(num_parts * group * self._head_dim, dtype=torch.float32, device=device)
@@ -296,22 +316,39 @@ class TritonAttention:
         return splits
 
     def begin(self, batch: AttentionBatch) -> Attend:
-        parts = self._chunks(batch)
+        return self.in_turn((*self.decodes(batch), *self.chunks(batch)))
+
+    def in_turn(self, parts: Sequence[Part]) -> Attend:
+        """The function that does a layer's parts one after another."""
 
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-            pool = self._pools[layer]
+            pool = self.pools[layer]
             out = torch.empty(len(heads), self._num_heads, self._head_dim, dtype=heads.dtype, device=heads.device)
-            if batch.num_decodes and not self._batch_invariant:
-                self._attend_decodes(pool, heads, rotation, out, batch)
-            for chunks in parts:
-                self._attend_chunks(pool, heads, rotation, out, batch, chunks)
-            return out.view(len(heads), -1)
+            for part in parts:
+                out = part(pool, heads, rotation, out)
+            return out.flatten(1)
 
         return attend
 
+    def decodes(self, batch: AttentionBatch) -> list[Part]:
+        """What is done for the decode rows; nothing where there are none."""
+        count = batch.num_decodes
+        if count == 0:
+            return []
+        if not self._batch_invariant:
+            return [partial(self._attend_decodes, batch)]
+        ends = batch.decode_lengths
+        offsets = torch.arange(count, device=ends.device)
+        chunks = Chunks(batch.decode_rows, offsets, ends - 1, ends, first=0, count=count, longest=1)
+        return [partial(self._attend_chunks, batch, chunks)]
+
+    def chunks(self, batch: AttentionBatch) -> list[Part]:
+        """What is done for the chunks; nothing where there are none."""
+        return [partial(self._attend_chunks, batch, Chunks.of(batch))] if batch.chunks else []
+
     def _attend_decodes(
-        self, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor, batch: AttentionBatch
-    ) -> None:
+        self, batch: AttentionBatch, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor
+    ) -> torch.Tensor:
         group = self._num_heads // self._num_kv_heads
         splits = self.num_splits(batch.num_decodes)
         parts, stats, counters = self._scratch
@@ -326,43 +363,20 @@ class TritonAttention:
             NUM_SPLITS=splits, HAS_NORM=norm is not None, num_warps=2, num_stages=3 if block_n == 64 else 2,
             **self._shape(), **early(),
         )  # fmt: skip
-
-    def _chunks(self, batch: AttentionBatch) -> list[Chunks]:
-        """What the prefill kernel takes."""
-        found = []
-        count = batch.num_decodes
-        if self._batch_invariant and count:
-            ends = batch.decode_lengths
-            offsets = torch.arange(count, device=ends.device)
-            found.append(Chunks(batch.decode_rows, offsets, ends - 1, ends, first=0, count=count, longest=1))
-        if batch.chunks:
-            longest = max(span.count for span in batch.chunks)
-            total = sum(span.count for span in batch.chunks)
-            found.append(
-                Chunks(
-                    batch.chunk_rows,
-                    batch.chunk_offsets,
-                    batch.chunk_starts,
-                    batch.chunk_ends,
-                    first=count,
-                    count=total,
-                    longest=longest,
-                )
-            )
-        return found
+        return out
 
     def _attend_chunks(
         self,
+        batch: AttentionBatch,
+        chunks: Chunks,
         pool: torch.Tensor,
         heads: torch.Tensor,
         rotation: Rotation,
         out: torch.Tensor,
-        batch: AttentionBatch,
-        chunks: Chunks,
-    ) -> None:
+    ) -> torch.Tensor:
         """The rotation kernel takes the chunks' tokens, which lie side by side."""
-        first, end = chunks.first, chunks.first + chunks.count
-        q = self._store(heads[first:end], rotation, pool, batch.slots[first:end], first)
+        first = chunks.first
+        q = self.store(pool, heads, rotation, batch.slots, first, chunks.count)
         _prefill[(triton.cdiv(chunks.longest, PREFILL_BLOCK_M), self._num_heads, len(chunks.rows))](
             q, pool, batch.blocks, chunks.rows, chunks.offsets, chunks.starts, chunks.ends, out,
             self._scale, batch.blocks.stride(0), first,
@@ -370,15 +384,18 @@ class TritonAttention:
             BLOCK_SIZE=self._block_size, BLOCK_M=PREFILL_BLOCK_M, BLOCK_N=64, num_warps=4, num_stages=2,
             **self._shape(),
         )  # fmt: skip
+        return out
 
-    def _store(
-        self, heads: torch.Tensor, rotation: Rotation, pool: torch.Tensor, slots: torch.Tensor, first: int
+    def store(
+        self, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, slots: torch.Tensor, first: int, count: int
     ) -> torch.Tensor:
-        num_tokens, total, head_dim = heads.shape
-        q = torch.empty(num_tokens, self._num_heads, head_dim, dtype=heads.dtype, device=heads.device)
+        """Put keys and values of `count` tokens, from the batch's `first` on, into the pool; return their queries."""
+        total, head_dim = heads.shape[1:]
+        q = torch.empty(count, self._num_heads, head_dim, dtype=heads.dtype, device=heads.device)
         norm = rotation.norm_weight
-        _rotate_and_store[(num_tokens, triton.cdiv(total, HEADS_A_PROGRAM))](
-            heads, rotation.cos_sin[first:], heads if norm is None else norm, pool, slots, q, rotation.eps,
+        _rotate_and_store[(count, triton.cdiv(total, HEADS_A_PROGRAM))](
+            heads[first:], rotation.cos_sin[first:], heads if norm is None else norm, pool, slots[first:], q,
+            rotation.eps,
             NUM_HEADS=self._num_heads, NUM_KV=self._num_kv_heads, HEAD_DIM=head_dim,
             BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_H=HEADS_A_PROGRAM, HAS_NORM=norm is not None,
             num_warps=2,
