@@ -160,6 +160,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "device": ({"device": "tpu"}, ("device must be one of auto, cuda, cpu, got 'tpu'",)),
     "dtype": ({"dtype": "int8"}, ("dtype must be one of", "got 'int8'")),
     "load_format": ({"load_format": "pt"}, ("load_format must be one of auto, dummy, got 'pt'",)),
+    "attention": (
+        {"attention": "flash2"},
+        ("attention must be one of auto, triton, flash3, flashinfer, got 'flash2'",),
+    ),
     "depth 0": ({"depth": 0}, ("depth must be a whole number between 1 and 8, got 0",)),
     "depth 9": ({"depth": 9}, ("between 1 and 8, got 9",)),
     "depth text": ({"depth": "two"}, ("got 'two'",)),

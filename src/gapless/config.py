@@ -52,6 +52,7 @@ class EngineOptions:
     load_format: Literal["auto", "dummy"] = _option("auto", "auto, or dummy: random weights, needs only a config.json")
     prefix_cache: bool = _option(True, "reuse the KV cache of prompts that begin alike")
     batch_invariant: bool = _option(False, "same bits for a request whoever else is in the batch (slower on a GPU)")
+    attention: str = _option("auto", "on a GPU: auto (the fastest installed), triton, flash3 or flashinfer")
     num_threads: int | None = _option(None, "CPU threads of the model; default: one a core")
     native: bool = _option(True, "run CPU steps as one native call, where there is a C++ compiler")
     check: bool = _option(False, "check every overlap of streams and every invariant (slow)")
@@ -61,6 +62,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         _choice("device", self.device, ("auto", "cuda", "cpu"))
         _choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
+        _choice("attention", self.attention, ("auto", "triton", "flash3", "flashinfer"))
         _choice("load_format", self.load_format, ("auto", "dummy"))
         if self.depth != "auto":
             _integer("depth", self.depth, 1, MAX_DEPTH)

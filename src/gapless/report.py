@@ -24,7 +24,8 @@ class OverlapMeter:
         """How well host and device overlapped: steps, speed, busy share, waste, and why the device idled."""
         stats, idle = self._engine.stats() - self.before, self._engine.idle_by_cause()
         spent = {cause: seconds - self._idle[cause] for cause, seconds in idle.items()}
-        lines = [overlap_line(stats, self._engine), idle_line(spent, stats.time_s), self._engine.capture_cost()]
+        start = [self._engine.capture_cost(), self._engine.attention()]
+        lines = [overlap_line(stats, self._engine), idle_line(spent, stats.time_s), *start]
         return "\n".join(line for line in lines if line)
 
 

@@ -123,6 +123,7 @@ class Row:
     host_ms_per_step: float | None = None  # processor time of the loop
     idle_by_cause: dict[str, float] = field(default_factory=dict)  # seconds of the compute stream
     graphs: str = ""  # what capturing took
+    attention: str = ""  # which one ran, and why
 
 
 def weight_bytes(shape: str) -> int:
@@ -250,6 +251,7 @@ def _time(llm: Any, name: str, depth: int, rate: float, start_s: float, timeline
         peak_gib=llm.engine.device_memory() / 2**30,
         idle_by_cause={cause: s - idle[cause] for cause, s in llm.engine.idle_by_cause().items() if s > idle[cause]},
         graphs=llm.engine.capture_cost(),
+        attention=llm.engine.attention(),
     )
 
 
@@ -285,7 +287,7 @@ def main(
             bar.advance(1)
     if peers and not is_installed():
         print("not installed: transformers")
-    print(*dict.fromkeys(row.graphs for row in rows if row.graphs), sep="\n")
+    print(*dict.fromkeys(text for row in rows for text in (row.graphs, row.attention) if text), sep="\n")
     if files is not None and timelines:
         files.write(timelines)
         print(f"timeline: {files}")

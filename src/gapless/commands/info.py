@@ -17,6 +17,11 @@ def _step(resolved: Resolved) -> str:
     return "torch" + (f", for want of a native one: {resolved.slow_reason}" if resolved.slow_reason else "")
 
 
+def _attention(resolved: Resolved) -> str:
+    first, *others = resolved.attention
+    return f"{first} or {', '.join(others)}: timed at the start, the faster runs" if others else first
+
+
 def info(options: EngineOptions) -> int:
     """Print a short table."""
     import torch
@@ -31,6 +36,7 @@ def info(options: EngineOptions) -> int:
         "model": f"{source.name}: {model.architecture}, {model.num_layers} layers, vocabulary {model.vocab_size}",
         "dtype": f"weights {dtype}, KV cache {kv_dtype}",
         "step": _step(resolved),
+        **({"attention": _attention(resolved)} if resolved.attention else {}),
         "depth": str(options.depth),
         "KV cache": f"{readable_bytes(resolved.kv_bytes)}: {limits.num_blocks} blocks of {limits.block_size} tokens, "
         f"{limits.num_blocks * limits.block_size} tokens in all",

@@ -15,6 +15,7 @@ from gapless.device.base import COMPUTE, D2H, H2D, NEVER, Buffer, Event, Stream
 
 ANCHOR_TRIES = 8
 RESERVE_BYTES = 6 * 2**30  # for captured graphs, the libraries' workspaces, and what the allocator cannot use
+REPLAYS = 6  # of a graph that is timed
 CYCLES_PER_S = 1.5e9  # about: of the clock that a pause counts
 NAP_S = 30e-6  # between two looks at an event; the system makes about 90 of it
 
@@ -216,6 +217,27 @@ def is_available() -> bool:
 def most_memory() -> int:
     """Bytes in use at most, since the start or the last `release_memory`."""
     return int(torch.cuda.max_memory_allocated())
+
+
+def replay_s(body: Callable[[], object]) -> float:
+    """Seconds of the device for what `body` queues: the best of a few replays of it as a captured graph."""
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        body()
+    times: list[float] = []
+    for _ in range(REPLAYS):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        graph.replay()
+        ended.record()
+        torch.cuda.synchronize()
+        times.append(began.elapsed_time(ended) / 1e3)
+    return min(times[1:])  # the first one also loads the graph
 
 
 def release_memory() -> None:

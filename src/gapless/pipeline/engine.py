@@ -284,6 +284,10 @@ class Engine:
         """What capturing graphs took at the start, in words; empty where there are none."""
         return self._built.capture_cost
 
+    def attention(self) -> str:
+        """Which attention runs and why, in words; empty where there was no choice."""
+        return self._built.attention
+
     def close(self) -> None:
         """Abort what runs, deliver that, and stop. Can be called again."""
         with self._lock:

@@ -5,6 +5,7 @@ Owns the sizing: data types, lengths, and how many blocks fit. Nothing here runs
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from gapless.runner.sampler import sample
 if TYPE_CHECKING:
     from gapless.runner.graphs import GraphRunner
 
+log = logging.getLogger(__name__)
+
 Progress = Callable[[int, int], None]
 
 
@@ -58,6 +61,7 @@ class Resolved:
     limits: Limits
     native: bool  # steps are native calls
     slow_reason: str | None = None  # why they are not, where the user did not say so
+    attention: tuple[str, ...] = ()  # names of which the fastest will run, where there is a choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class Built:
     runner: Runner | GraphRunner | NativeRunner
     layers: Sequence[torch.Tensor]  # the KV memory of each layer, blocks first, however a block is laid out
     capture_cost: str = ""  # what capturing graphs took, in words
+    attention: str = ""  # which one runs and why, in words
 
 
 def resolve(options: EngineOptions, source: ModelSource) -> Resolved:
@@ -127,15 +132,15 @@ def assemble(
         layers = kv.buffer.tensor.view(limits.num_blocks + 1, config.num_layers, -1).unbind(1)
         return Built(resolved, device, NativeRunner(device, limits, model, kv), layers)
     layers = tuple(pool.view(-1, limits.block_size, *pool.shape[1:]) for pool in kv.pools)
-    attention = _attention(device, kv, config, limits, batch_invariant)
+    attention, choice = _attention(device, kv, resolved, batch_invariant)
     runner = Runner(device, limits, model, kv, attention, _sampler(device), resolved.slow_reason)
     if device.torch_device.type in GRAPH_DEVICES:
         from gapless.runner.graphs import GraphRunner  # needs Triton, which only GPU installations have
 
         mixed = _weight_bytes(config, resolved.dtype) < MIXED_GRAPHS_BELOW_BYTES
         graphs = GraphRunner(runner, model, attention, limits, progress, mixed=mixed)
-        return Built(resolved, device, graphs, layers, str(graphs.cost))
-    return Built(resolved, device, runner, layers)
+        return Built(resolved, device, graphs, layers, str(graphs.cost), choice)
+    return Built(resolved, device, runner, layers, attention=choice)
 
 
 def load_native(
@@ -161,9 +166,8 @@ def _resolve(options: EngineOptions, model: ModelConfig, device: Device, dry_run
         max_model_len=max_model_len,
         prefix_cache=options.prefix_cache,
     )
-    return Resolved(
-        model, device.torch_device.type, dtype, kv_dtype, num_blocks * size, limits, *_native(options, device)
-    )
+    machine = device.torch_device.type, dtype, kv_dtype, num_blocks * size
+    return Resolved(model, *machine, limits, *_native(options, device), _candidates(options, device, model, kv_dtype))
 
 
 @torch.inference_mode()
@@ -202,29 +206,47 @@ def _kv_store(device: Device, config: ModelConfig, resolved: Resolved) -> KVStor
     )
 
 
-def _reference(device: Device, kv: KVStore, config: ModelConfig, limits: Limits, batch_invariant: bool) -> Attention:
+def _reference(device: Device, kv: KVStore, resolved: Resolved, batch_invariant: bool) -> tuple[Attention, str]:
     from gapless.attention.reference import ReferenceAttention
 
-    return ReferenceAttention(kv.pools, limits.block_size, config.num_heads, config.head_dim**-0.5)
-
-
-def _triton(device: Device, kv: KVStore, config: ModelConfig, limits: Limits, batch_invariant: bool) -> Attention:
-    from gapless.attention.triton import TritonAttention
-
+    config = resolved.model
     scale = config.head_dim**-0.5
-    return TritonAttention(
+    return ReferenceAttention(kv.pools, resolved.limits.block_size, config.num_heads, scale), ""
+
+
+def _fastest(device: Device, kv: KVStore, resolved: Resolved, batch_invariant: bool) -> tuple[Attention, str]:
+    from gapless.attention.triton import TritonAttention
+    from gapless.device.cuda import replay_s
+    from gapless.runner.attention_choice import make_attention
+
+    limits, num_heads = resolved.limits, resolved.model.num_heads
+    own = TritonAttention(
         kv.pools,
         limits.block_size,
-        config.num_heads,
-        scale,
+        num_heads,
+        resolved.model.head_dim**-0.5,
         num_rows=limits.num_rows,
         num_cores=device.num_cores,
         batch_invariant=batch_invariant,
     )
+    attention, choice = make_attention(own, num_heads, limits, resolved.attention, replay_s)
+    log.info("%s", choice)
+    return attention, str(choice)
 
 
-def _attention(device: Device, kv: KVStore, config: ModelConfig, limits: Limits, batch_invariant: bool) -> Attention:
-    return ATTENTION[device.torch_device.type](device, kv, config, limits, batch_invariant)
+def _attention(device: Device, kv: KVStore, resolved: Resolved, batch_invariant: bool) -> tuple[Attention, str]:
+    """The attention, and in words which one it is, where there was a choice."""
+    return ATTENTION[device.torch_device.type](device, kv, resolved, batch_invariant)
+
+
+def _candidates(options: EngineOptions, device: Device, config: ModelConfig, kv_dtype: torch.dtype) -> tuple[str, ...]:
+    if device.torch_device.type in CHOICE_DEVICES:
+        from gapless.runner.attention_choice import candidates  # needs Triton, which only GPU installations have
+
+        return candidates(options, config, kv_dtype)
+    if options.attention != "auto":
+        raise ConfigError(f"attention {options.attention}: only a GPU has it; on a CPU leave it at auto")
+    return ()
 
 
 def _sampler(device: Device) -> Sampler:
@@ -248,7 +270,8 @@ def _cuda_defaults() -> DeviceDefaults:
     return DeviceDefaults(torch.bfloat16, None, 8192, 256)
 
 
-ATTENTION = {"cpu": _reference, "cuda": _triton}
+ATTENTION = {"cpu": _reference, "cuda": _fastest}
+CHOICE_DEVICES = ("cuda",)  # with more than one attention
 DEFAULTS = {"cpu": _cpu_defaults, "cuda": _cuda_defaults}
 GRAPH_DEVICES = ("cuda",)
 MIXED_GRAPHS_BELOW_BYTES = 4 * 2**30  # of weights: larger models run longer than their launches take
