@@ -23,6 +23,14 @@ def early() -> dict[str, Any]:
 
 
 @triton.jit
+def in_turn(EARLY: tl.constexpr):
+    """Let the next kernel come in, and wait for the one before: all of a short kernel's part in it."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def prefetch(address, size):
     """Have memory brought into the second-level cache: `size` bytes, a multiple of 16, from each address."""
     tl.inline_asm_elementwise(

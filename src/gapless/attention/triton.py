@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from gapless.attention.base import Attend, AttentionBatch, Rotation
-from gapless.kernels import early
+from gapless.kernels import early, in_turn
 
 HEADS_A_PROGRAM = 8  # of the rotation kernel
 MAX_SPLITS = 16
@@ -93,9 +93,7 @@ def _decode(
     num_parts = tl.cdiv(length, share)  # short rows leave some splits without work
     begin = split * share
     end = tl.minimum(begin + share, length)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    in_turn(EARLY)
     if split < num_parts:
         total_heads: tl.constexpr = NUM_KV * (GROUP + 2)
         group = tl.arange(0, BLOCK_G)

@@ -10,9 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from gapless.kernels import early, in_turn
+
 
 @triton.jit
-def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    in_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
@@ -23,8 +26,9 @@ def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add_rms_norm(x, addend, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rms_norm(x, addend, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """x += addend, in place; out = the norm of the sum."""
+    in_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
@@ -40,7 +44,8 @@ def _add_rms_norm(x, addend, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _silu_mul(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    in_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
@@ -53,7 +58,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, addend: torch.Te
     """x [n, size] over its root mean square, times weight [size]; the addend is first added to x, in place."""
     out = torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
-    shape = {"SIZE": x.shape[1], "BLOCK": block, "num_warps": min(16, max(4, block // 512))}
+    shape = {"SIZE": x.shape[1], "BLOCK": block, "num_warps": min(16, max(4, block // 512)), **early()}
     if addend is None:
         _rms_norm[(len(x),)](x, weight, out, eps, **shape)
     else:
@@ -66,5 +71,5 @@ def silu_mul(both: torch.Tensor) -> torch.Tensor:
     size = both.shape[1] // 2
     out = torch.empty(len(both), size, dtype=both.dtype, device=both.device)
     block = min(1024, triton.next_power_of_2(size))
-    _silu_mul[(len(both), triton.cdiv(size, block))](both, out, SIZE=size, BLOCK=block, num_warps=4)
+    _silu_mul[(len(both), triton.cdiv(size, block))](both, out, SIZE=size, BLOCK=block, num_warps=4, **early())
     return out

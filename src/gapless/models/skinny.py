@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gapless.kernels import early, prefetch
+from gapless.kernels import early, in_turn, prefetch
 
 MAX_ROWS = 64  # beyond that cuBLAS is ahead
 SQUARES_TILES = 512  # column tiles of a residual at most
@@ -109,8 +109,9 @@ def _product(
 
 
 @triton.jit
-def _embed(ids, table, out, squares, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _embed(ids, table, out, squares, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """One token's embedding, and its sum of squares."""
+    in_turn(EARLY)
     token = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
@@ -149,7 +150,8 @@ def embed(ids: torch.Tensor, table: torch.Tensor, workspace: Workspace) -> torch
     """Rows of the table [vocab, size], and in the workspace one sum of squares for each."""
     size = table.shape[1]
     out = torch.empty(len(ids), size, dtype=table.dtype, device=table.device)
-    _embed[(len(ids),)](ids, table, out, workspace.squares, SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=4)
+    block = triton.next_power_of_2(size)
+    _embed[(len(ids),)](ids, table, out, workspace.squares, SIZE=size, BLOCK=block, num_warps=4, **early())
     return out
 
 

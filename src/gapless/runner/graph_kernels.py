@@ -9,13 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
+from gapless.kernels import early, in_turn
+
 
 @triton.jit
 def _begin(
     packed, last_token, length, blocks, ids, positions, slots, lengths, rows, num_rows, table_stride,
-    BATCH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BATCH: tl.constexpr, BLOCK_SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row: take in its new block, if it got one, and say what the model is fed."""
+    in_turn(EARLY)
     i = tl.program_id(0)
     row = tl.load(packed + i).to(tl.int64)
     new_block = tl.load(packed + BATCH + i).to(tl.int64)
@@ -33,8 +36,9 @@ def _begin(
 
 
 @triton.jit
-def _end(tokens, rows, lengths, last_token, length, out, num_rows):
+def _end(tokens, rows, lengths, last_token, length, out, num_rows, EARLY: tl.constexpr):
     """One row: keep the sampled token and move on."""
+    in_turn(EARLY)
     i = tl.program_id(0)
     row = tl.load(rows + i)
     token = tl.load(tokens + i)
@@ -45,8 +49,11 @@ def _end(tokens, rows, lengths, last_token, length, out, num_rows):
 
 
 @triton.jit
-def _largest(logits, values, indices, VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_TILES: tl.constexpr):
+def _largest(
+    logits, values, indices, VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_TILES: tl.constexpr, EARLY: tl.constexpr
+):
     """The largest logit of one tile of one row, and where it is."""
+    in_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     column = tile * BLOCK + tl.arange(0, BLOCK)
@@ -57,8 +64,9 @@ def _largest(logits, values, indices, VOCAB: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 @triton.jit
-def _largest_of_tiles(values, indices, tokens, NUM_TILES: tl.constexpr, BLOCK: tl.constexpr):
+def _largest_of_tiles(values, indices, tokens, NUM_TILES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """The first of the largest logits of one row."""
+    in_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, BLOCK)
     here = tile < NUM_TILES
@@ -75,9 +83,10 @@ def argmax(logits: torch.Tensor, tile: int = 4096) -> torch.Tensor:
     values = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device)
     indices = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    _largest[(num_rows, num_tiles)](logits, values, indices, VOCAB=vocab, BLOCK=tile, NUM_TILES=num_tiles, num_warps=8)
+    tiles = {"NUM_TILES": num_tiles, **early()}
+    _largest[(num_rows, num_tiles)](logits, values, indices, VOCAB=vocab, BLOCK=tile, num_warps=8, **tiles)
     block = triton.next_power_of_2(num_tiles)
-    _largest_of_tiles[(num_rows,)](values, indices, tokens, NUM_TILES=num_tiles, BLOCK=block, num_warps=1)
+    _largest_of_tiles[(num_rows,)](values, indices, tokens, BLOCK=block, num_warps=1, **tiles)
     return tokens
 
 
@@ -103,7 +112,7 @@ def begin(
     _begin[(inputs.batch,)](
         packed, last_token, length, blocks,
         inputs.ids, inputs.positions, inputs.slots, inputs.lengths, inputs.rows,
-        len(last_token) - 1, blocks.stride(0), BATCH=inputs.batch, BLOCK_SIZE=block_size, num_warps=1,
+        len(last_token) - 1, blocks.stride(0), BATCH=inputs.batch, BLOCK_SIZE=block_size, num_warps=1, **early(),
     )  # fmt: skip
 
 
@@ -112,5 +121,5 @@ def end(
 ) -> None:
     """Write `tokens` [batch] int64 to the rows and to `out` int32."""
     _end[(inputs.batch,)](
-        tokens, inputs.rows, inputs.lengths, last_token, length, out, len(last_token) - 1, num_warps=1
+        tokens, inputs.rows, inputs.lengths, last_token, length, out, len(last_token) - 1, num_warps=1, **early()
     )
