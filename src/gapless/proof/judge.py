@@ -66,6 +66,10 @@ class Judge:
         played = play(self._stage, schedule)
         if played.trouble is not None:
             return Verdict(played, played.trouble)
+        return self.compare(schedule, played)
+
+    def compare(self, schedule: Schedule, played: Played) -> Verdict:
+        """Compare what a run without trouble gave with what is right."""
         return self._against_alone(schedule, played) if self._stage.exact else self._against_sync(schedule, played)
 
     # -- alone ---------------------------------------------------------------------------------------------------
