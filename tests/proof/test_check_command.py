@@ -113,6 +113,9 @@ def test_a_model_without_a_tokenizer_gets_random_tokens(dummy_dir: Path, capsys:
     [
         (["--seeds", "0"], "seeds must be between 1 and"),
         (["--replay", "no-such-file.json"], "cannot be replayed"),
+        (["--json", "/no/such/folder/report.json"], "no such folder"),
+        (["--save", "/no/such/folder/failure.json"], "no such folder"),
+        (["--save", "/"], "is a folder"),
         (["--model", "tiny/nothing/0"], "a tiny model is tiny/FAMILY/SEED"),
     ],
 )

@@ -61,6 +61,8 @@ def check(args: argparse.Namespace, options: EngineOptions) -> int:
     for name in ("steps", "seeds"):
         if not 1 <= getattr(args, name) <= 10**6:
             raise ConfigError(f"{name} must be between 1 and 1000000, got {getattr(args, name)}")
+    for path in filter(None, (args.json, args.save)):
+        _check_writable(Path(path))
     stage, asks = _set_up(options, args.prompts, args.steps)
     judge = Judge(stage, args.steps)
     variety = Variety(lambda ask: judge.alone(ask).tokens, stage.tokenizer)
@@ -80,6 +82,12 @@ def check(args: argparse.Namespace, options: EngineOptions) -> int:
         small = smallest(judge, found, stage.room)
         _show(Failure(options.model, kept, stage.room, args.steps, *small), Path(args.save))
     return 0 if tally.passed else EXIT_FAILED
+
+
+def _check_writable(path: Path) -> None:
+    """Before the work, not after it. Raises ConfigError."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path}: cannot be written: {'is a folder' if path.is_dir() else 'no such folder'}")
 
 
 def _schedule(seed: int, asks: Sequence[Ask], stage: ModelStage, variety: Variety, steps: int) -> Schedule:
