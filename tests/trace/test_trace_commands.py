@@ -14,6 +14,7 @@ import pytest
 from gapless import LLM, AsyncLLM, SamplingParams
 from gapless.bench import workloads
 from gapless.cli import main
+from gapless.commands import EXIT_INTERRUPTED
 from gapless.core.plan import Plan
 from gapless.errors import ConfigError
 from gapless.report import OverlapMeter, idle_line
@@ -67,6 +68,26 @@ def test_compare_draws_both_and_says_whether_tokens_are_equal(
     assert "tokens: equal in all 3 prompts" in printed
     for word in ("tokens/s", "GPU idle", "ratio", "wasted tokens"):
         assert word in printed
+
+
+def test_an_interrupted_trace_is_written_up_to_there(
+    prompts: str, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = LLM.run
+
+    def run(self: LLM, jobs: Any) -> Iterator[Any]:
+        all_jobs = list(jobs)
+        yield next(iter(original(self, all_jobs)))
+        if len(all_jobs) > 1:  # not the warm-up
+            raise KeyboardInterrupt
+
+    out, flags = tmp_path / "T.json", ["--model", str(tiny_dir), "--depth", "1", "2", *SMALL]
+    with patch.object(LLM, "run", run):
+        assert main(["trace", prompts, "-o", str(out), *flags]) == EXIT_INTERRUPTED
+        assert "interrupted at depth 1" in capsys.readouterr().err
+        assert main(["compare", prompts, *flags]) == EXIT_INTERRUPTED
+    (run_,) = runs_of(out)
+    assert run_["steps"] >= 12
 
 
 def test_a_run_that_fails_is_traced_and_told(

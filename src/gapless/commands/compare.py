@@ -22,6 +22,8 @@ def compare(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[
     if args.width is not None and args.width < LEAST_WIDTH:
         raise ConfigError(f"width must be at least {LEAST_WIDTH}, got {args.width}")
     runs = record_all(args.prompts, options, sampling, args.depth)
+    if not runs[-1].is_whole:
+        raise KeyboardInterrupt
     width = args.width or shutil.get_terminal_size((100, 24)).columns
     style = style_for(sys.stdout.encoding)
     lines = [

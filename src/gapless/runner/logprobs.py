@@ -15,7 +15,7 @@ from gapless.core.plan import score_width
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
     """Scores [n, score_width] int32 of tokens [n] int64 under logits [n, vocab]."""
-    logprobs = logits.float().log_softmax(dim=1)  # which sums each row by itself; on a GPU logsumexp need not
+    logprobs = logits.float().log_softmax(dim=1)  # a block a row on a GPU; logsumexp may split a lone row
     own = logits.gather(1, tokens[:, None])
     rank = (logits > own).sum(dim=1, keepdim=True) + 1
     top = logits.topk(num_top, dim=1).indices
