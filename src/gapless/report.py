@@ -33,7 +33,7 @@ def overlap_line(stats: Stats, engine: Engine) -> str:
     """How well host and device overlapped between two readings, in one line."""
     seconds = max(stats.time_s, 1e-9)
     parts = [
-        f"{stats.num_steps} steps",
+        f"{stats.num_steps} step{'' if stats.num_steps == 1 else 's'}",
         f"{stats.num_generated / seconds:.0f} tok/s",
         f"device busy {stats.busy_s / seconds:.1%}",
         f"{stats.num_overrun} wasted tokens",

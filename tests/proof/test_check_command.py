@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from gapless.cli import main
+from gapless.core.scheduler import Scheduler
 from gapless.runner.row_store import RowStore
 
 TINY = ["check", "--model", "tiny/llama/0", "--seeds", "4", "--steps", "6"]
@@ -37,6 +38,8 @@ def test_a_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert value["passed"]
     assert value["num_schedules"] == 12
     assert value["num_compared"] > 50
+    assert value["num_scores"] > 50
+    assert value["num_stopped"] > 0
     assert value["num_conflicts"] == 0
 
 
@@ -55,6 +58,27 @@ def test_a_failure_is_saved_small_and_plays_again(tmp_path: Path, capsys: pytest
         assert "verdict     FAIL" in first[1]
     assert main(["check", "--replay", str(path)]) == 0
     assert "nothing wrong this time" in capsys.readouterr().out
+
+
+def test_a_wrong_log_probability_is_saved_small_and_plays_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompt tokens that follow a chunk's first one, in chunks that do not begin the prompt."""
+    path, original = tmp_path / "failure.json", Scheduler._targets
+
+    def targets(self: Scheduler, row: int, start: int, end: int):
+        found, first = original(self, row, start, end)
+        return (found[::-1].copy() if start else found), first
+
+    with patch.object(Scheduler, "_targets", targets):
+        assert main([*TINY, "--save", str(path)]) == 1
+        assert "shows       log-probabilities: request" in capsys.readouterr().out
+        params = [ask["params"] for ask in json.loads(path.read_text())["schedule"]["asks"]]
+        assert [p["prompt_logprobs"] is not None for p in params].count(True) == 1
+        assert not any(p["logprobs"] is not None for p in params)
+        assert main(["check", "--replay", str(path)]) == 1
+        assert "now         log-probabilities: request" in capsys.readouterr().out
+    assert main(["check", "--replay", str(path)]) == 0
 
 
 def test_prompts_of_a_file(tmp_path: Path, tiny_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +113,9 @@ def test_a_model_without_a_tokenizer_gets_random_tokens(dummy_dir: Path, capsys:
     [
         (["--seeds", "0"], "seeds must be between 1 and"),
         (["--replay", "no-such-file.json"], "cannot be replayed"),
+        (["--json", "/no/such/folder/report.json"], "no such folder"),
+        (["--save", "/no/such/folder/failure.json"], "no such folder"),
+        (["--save", "/"], "is a folder"),
         (["--model", "tiny/nothing/0"], "a tiny model is tiny/FAMILY/SEED"),
     ],
 )

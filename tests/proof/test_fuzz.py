@@ -25,6 +25,7 @@ def test_a_share_of_the_fuzz() -> None:
     assert tally.passed
     assert tally.num_schedules == NUM_WORKLOADS * fuzz.DEPTHS_A_WORKLOAD
     assert tally.num_compared > 500
+    assert tally.num_scores > 500
     events = (tally.num_preemptions, tally.num_aborted, tally.num_failed, tally.num_stopped, tally.num_overrun)
     assert all(count > 0 for count in (*events, tally.num_cached)), "the share must have a bit of everything"
 

@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import pytest
 from made import simulated
 
 from gapless.trace import page, perfetto
+from gapless.trace.columns import PHASES
+from gapless.trace.recorder import STEP_FAILED
 from gapless.trace.timeline import Timeline
 
 CHROMIUM = next(
@@ -160,10 +163,45 @@ def test_nothing_is_fetched(both: list[Timeline]) -> None:
 
 
 def test_a_page_of_no_steps_opens(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     empty = replace(simulated(10, 1), steps=simulated(10, 1).steps.part(0, 0))
-    assert visit([empty], "gapless.show(0, 1); gapless.redraw(); return gapless.runs[0].n;", tmp_path) == 0
+    script = "gapless.show(0, 1); gapless.redraw(); return [gapless.runs.map((run) => run.n), document.body.innerText];"
+    for timelines, steps in (([empty], [0]), ([], [])):
+        found, text = visit(timelines, script, tmp_path)
+        assert found == steps
+        assert "No step was recorded" in text
+        assert "No idle time was recorded." in text
+
+
+def test_a_page_of_one_step_has_a_rate(tmp_path: Path) -> None:
+    script = """const {tokens} = gapless.panels[0].points;
+    document.querySelector("[data-do=largest]").click();
+    return {text: document.body.innerText, rates: [...new Set(tokens.map((p) => Math.round(p[1])))]};"""
+    seen = visit([simulated(1, 2)], script, tmp_path)
+    assert "A single step was recorded" in seen["text"]
+    assert "1 step " in seen["text"].replace("\n", " ")
+    assert "no gap between two steps" in seen["text"]
+    assert len(seen["rates"]) == 1
+    assert seen["rates"][0] > 10_000
+
+
+def test_a_failed_step_is_told_first(tmp_path: Path) -> None:
+    failed = simulated(80, 2, ledger={STEP_FAILED: 2})
+    told = visit([failed], 'return document.getElementById("verdict").textContent;', tmp_path)
+    assert "In the run of depth 2, 2 steps failed" in told
+
+
+def test_lanes_colours_and_keys_are_explained(both: list[Timeline], tmp_path: Path) -> None:
+    on_cpu = replace(both[0], facts={**both[0].facts, "device": "cpu"})
+    script = """const key = document.getElementById("key");
+    gapless.show(0.1, 0.1001); gapless.redraw();
+    return {text: key.innerText, chips: key.querySelectorAll(".chip").length,
+      range: document.getElementById("range").textContent, hint: document.querySelector(".hint").innerText};"""
+    seen = visit([on_cpu], script, tmp_path)
+    for word in (*PHASES[1:], "H2D: the plan's copy", "here on a thread of the CPU"):
+        assert word in seen["text"]
+    assert seen["chips"] == len(PHASES) - 1
+    assert seen["range"].startswith("100.000 ms to 100.100 ms")
+    assert "n goes to the next gap" in seen["hint"]
 
 
 def test_a_hundred_thousand_steps_move_at_an_interactive_rate(tmp_path: Path) -> None:

@@ -7,14 +7,18 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from gapless import LLM, AsyncLLM, SamplingParams
 from gapless.bench import workloads
 from gapless.cli import main
+from gapless.commands import EXIT_INTERRUPTED
+from gapless.core.plan import Plan
 from gapless.errors import ConfigError
 from gapless.report import OverlapMeter, idle_line
+from gapless.runner.runner import Runner
 from tiny import CPU
 
 SMALL = ["--device", "cpu", "--dtype", "float32", "--num-blocks", "64", "--max-tokens", "12", "--ignore-eos"]
@@ -66,12 +70,55 @@ def test_compare_draws_both_and_says_whether_tokens_are_equal(
         assert word in printed
 
 
+def test_an_interrupted_trace_is_written_up_to_there(
+    prompts: str, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = LLM.run
+
+    def run(self: LLM, jobs: Any) -> Iterator[Any]:
+        all_jobs = list(jobs)
+        yield next(iter(original(self, all_jobs)))
+        if len(all_jobs) > 1:  # not the warm-up
+            raise KeyboardInterrupt
+
+    out, flags = tmp_path / "T.json", ["--model", str(tiny_dir), "--depth", "1", "2", *SMALL]
+    with patch.object(LLM, "run", run):
+        assert main(["trace", prompts, "-o", str(out), *flags]) == EXIT_INTERRUPTED
+        assert "interrupted at depth 1" in capsys.readouterr().err
+        assert main(["compare", prompts, *flags]) == EXIT_INTERRUPTED
+    (run_,) = runs_of(out)
+    assert run_["steps"] >= 12
+
+
+def test_a_run_that_fails_is_traced_and_told(
+    prompts: str, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = Runner.step
+
+    def step(self: Runner, plan: Plan, *rest: Any) -> None:
+        if plan.step == 9:
+            raise RuntimeError("made to fail")
+        original(self, plan, *rest)
+
+    out, flags = tmp_path / "T.json", ["--model", str(tiny_dir), "--depth", "2", "--no-native", *SMALL]
+    with patch.object(Runner, "step", step):
+        assert main(["trace", prompts, "-o", str(out), *flags]) == 1
+        assert main(["compare", prompts, *flags]) == 1
+    assert runs_of(out)[0]["ledger"]["step failed"] == 1
+    told = capsys.readouterr()
+    assert "step failed (1)" in told.out
+    assert "prompts that no run failed" in told.out
+    assert "made to fail" in told.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["trace", "{prompts}", "-o", "/no/such/folder/T.json"], "no such folder"),
         (["trace", "{prompts}", "--depth", "0"], "depth must be a whole number between 1 and 8"),
         (["compare", "{prompts}", "--depth", "1", "two"], "depth"),
+        (["compare", "{prompts}", "--width", "-5"], "width must be at least 20, got -5"),
+        (["trace", "{prompts}", "-o", "{folder}"], "is a folder"),
         (["trace", "no/such/file"], "no such file"),
         (["trace", "{bad}"], "line 1: not JSON"),
         (["run", "{prompts}", "--trace", "/no/such/folder/T.json"], "no such folder"),
@@ -82,7 +129,7 @@ def test_wrong_usage_is_one_clear_line(
     arguments: list[str], words: str, prompts: str, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad").write_text("{broken\n")
-    names = {"prompts": prompts, "bad": str(tmp_path / "bad")}
+    names = {"prompts": prompts, "bad": str(tmp_path / "bad"), "folder": str(tmp_path)}
     assert main([*(word.format(**names) for word in arguments), "--model", str(tiny_dir)]) == 2
     error = capsys.readouterr().err
     assert words in error

@@ -27,6 +27,7 @@ from gapless.proof.report import Failure, Tally
 from gapless.proof.schedule import Ask, Schedule
 from gapless.proof.stage import ModelStage, Room
 from gapless.proof.tiny import TINY, named_stage
+from gapless.proof.vary import Variety
 from gapless.text import load_tokenizer
 from gapless.text.chat import ChatTemplate
 from gapless.text.tokenizer import Tokenizer
@@ -60,12 +61,15 @@ def check(args: argparse.Namespace, options: EngineOptions) -> int:
     for name in ("steps", "seeds"):
         if not 1 <= getattr(args, name) <= 10**6:
             raise ConfigError(f"{name} must be between 1 and 1000000, got {getattr(args, name)}")
+    for path in filter(None, (args.json, args.save)):
+        _check_writable(Path(path))
     stage, asks = _set_up(options, args.prompts, args.steps)
     judge = Judge(stage, args.steps)
+    variety = Variety(lambda ask: judge.alone(ask).tokens, stage.tokenizer)
     tally = Tally()
     print(f"{'model':11} {options.model} on {_about(stage)}, {len(asks)} prompts", flush=True)
     with progress_bar("checking", args.seeds * len(DEPTHS), "schedule") as bar:
-        schedules = (_schedule(seed, asks, stage, args.steps) for seed in range(args.seeds))
+        schedules = (_schedule(seed, asks, stage, variety, args.steps) for seed in range(args.seeds))
         found = examine(judge, schedules, DEPTHS, tally, lambda verdict: bar.advance(1, verdict.num_compared))
     print("\n".join(report.lines(tally, judge.comparison)))
     if args.json is not None:
@@ -80,14 +84,20 @@ def check(args: argparse.Namespace, options: EngineOptions) -> int:
     return 0 if tally.passed else EXIT_FAILED
 
 
-def _schedule(seed: int, asks: Sequence[Ask], stage: ModelStage, steps: int) -> Schedule:
+def _check_writable(path: Path) -> None:
+    """Before the work, not after it. Raises ConfigError."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path}: cannot be written: {'is a folder' if path.is_dir() else 'no such folder'}")
+
+
+def _schedule(seed: int, asks: Sequence[Ask], stage: ModelStage, variety: Variety, steps: int) -> Schedule:
     menu = Menu(
         block_sizes=BLOCK_SIZES[stage.resolved.device_name],
         most_requests=NUM_ROWS,
         most_tokens=steps,
         steady_share=0.0 if stage.exact else STEADY_SHARE,
     )
-    return draw_schedule(random.Random(seed), asks, stage.room, menu)
+    return draw_schedule(random.Random(seed), asks, stage.room, menu, variety)
 
 
 def _show(failure: Failure, path: Path) -> None:

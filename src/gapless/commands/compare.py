@@ -10,13 +10,20 @@ from typing import Any
 
 from gapless.commands.trace import Recorded, record_all, tell_errors
 from gapless.config import EngineOptions
+from gapless.errors import ConfigError
 from gapless.trace.text import BLOCKS, draw, readable_s, style_for
 from gapless.trace.timeline import Timeline
+
+LEAST_WIDTH = 20  # characters
 
 
 def compare(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str, Any]) -> int:
     """Run, draw, and put the numbers side by side."""
+    if args.width is not None and args.width < LEAST_WIDTH:
+        raise ConfigError(f"width must be at least {LEAST_WIDTH}, got {args.width}")
     runs = record_all(args.prompts, options, sampling, args.depth)
+    if not runs[-1].is_whole:
+        raise KeyboardInterrupt
     width = args.width or shutil.get_terminal_size((100, 24)).columns
     style = style_for(sys.stdout.encoding)
     lines = [
@@ -55,9 +62,12 @@ def _pad(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def equal(runs: Sequence[Recorded]) -> str:
-    """Whether all runs gave the same tokens."""
+    """Whether all runs gave the same tokens, where none of them failed."""
     first = runs[0].tokens
-    same = [index for index in first if all(run.tokens[index] == first[index] for run in runs)]
-    if len(same) == len(first):
-        return f"tokens: equal in all {len(first)} prompts"
-    return f"tokens: equal in {len(same)} of {len(first)} prompts; only float32 promises equal ones (--dtype float32)"
+    whole = [index for index in first if all(index not in run.errors for run in runs)]
+    same = [index for index in whole if all(run.tokens[index] == first[index] for run in runs)]
+    kind = "prompts" if len(whole) == len(first) else "prompts that no run failed"
+    if len(same) == len(whole):
+        return f"tokens: equal in all {len(whole)} {kind}"
+    reason = "rounding may depend on the batch, but not with --dtype float32"
+    return f"tokens: equal in {len(same)} of {len(whole)} {kind}; {reason}"

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str,
             _complete(llm, todo, sampling, results, bar, token_ids=args.token_ids)
             closing = meter.summary()
     except KeyboardInterrupt:
-        return _interrupted(results, lines)
+        return _interrupted(results, lines, options.trace)
     if results.file is not None:
         results.file.finish()
     else:
@@ -116,8 +116,10 @@ def _say_resumed(results: Results) -> None:
         )
 
 
-def _interrupted(results: Results, lines: list[Line | BadLine]) -> int:
+def _interrupted(results: Results, lines: list[Line | BadLine], trace: str | bool | None) -> int:
     done, num_lines = len(results.records), len(lines)
+    if trace:
+        print(f"timeline so far: {TraceFiles.at(str(trace))}", file=sys.stderr)
     if results.file is None:
         _print_completions(lines, results)
         print(f"stopped after {done} of {num_lines} prompts; with -o OUT.jsonl a run can go on later", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from gapless import batch_file
 from gapless.batch_file import Line
-from gapless.commands import EXIT_FAILED
+from gapless.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gapless.commands.run import prepare
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
@@ -32,6 +33,7 @@ class Recorded:
     tokens: dict[int, tuple[int, ...]]  # by line
     errors: dict[int, str]
     summary: str
+    is_whole: bool  # False: interrupted
 
 
 def trace(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str, Any]) -> int:
@@ -42,13 +44,17 @@ def trace(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[st
     for run in runs:
         print(run.summary)
     print(f"timeline: {files}")
-    return tell_errors(runs)
+    code = tell_errors(runs)
+    if runs[-1].is_whole:
+        return code
+    print(f"interrupted at {runs[-1].timeline.label}: the timeline ends there", file=sys.stderr)
+    return EXIT_INTERRUPTED
 
 
 def record_all(
     path: str, options: EngineOptions, sampling: Mapping[str, Any], depths: Sequence[int | str]
 ) -> list[Recorded]:
-    """Run the prompts of a file at each depth. Raises InvalidRequest if any line cannot run."""
+    """Run the prompts of a file at each depth, up to an interrupt. Raises InvalidRequest if any line cannot run."""
     found = list(batch_file.read_lines(batch_file.read_prompts(path, sys.stdin)))
     for line in found:
         if not isinstance(line, Line):
@@ -58,7 +64,12 @@ def record_all(
         EngineOptions(**{**dataclasses.asdict(options), "depth": depth, "trace": True})
         for depth in dict.fromkeys(depths)
     ]
-    return [_record(each, lines, sampling) for each in wanted]
+    runs: list[Recorded] = []
+    for each in wanted:
+        runs.append(_record(each, lines, sampling))
+        if not runs[-1].is_whole:
+            break
+    return runs
 
 
 def _record(options: EngineOptions, lines: Sequence[Line], sampling: Mapping[str, Any]) -> Recorded:
@@ -66,15 +77,17 @@ def _record(options: EngineOptions, lines: Sequence[Line], sampling: Mapping[str
         jobs = [(line.index, prepare(llm, line, sampling)) for line in lines]
         llm.generate([0], WARM_UP)  # what only a first step pays is not traced
         meter = OverlapMeter(llm.engine)
-        tokens, errors = {}, {}
-        for index, completion in llm.run(jobs):
-            tokens[index] = completion.token_ids
-            if completion.error is not None:
-                errors[index] = completion.error
-            bar.advance(1, len(completion.token_ids))
+        tokens, errors, is_whole = {}, {}, False
+        with contextlib.suppress(KeyboardInterrupt):
+            for index, completion in llm.run(jobs):
+                tokens[index] = completion.token_ids
+                if completion.error is not None:
+                    errors[index] = completion.error
+                bar.advance(1, len(completion.token_ids))
+            is_whole = True
         label = f"depth {options.depth}" + (f" ({llm.engine.depth})" if options.depth == "auto" else "")
         timeline = llm.engine.timeline(label, meter.before).trimmed()
-        return Recorded(timeline, tokens, errors, meter.summary())
+        return Recorded(timeline, tokens, errors, meter.summary(), is_whole)
 
 
 def tell_errors(runs: Sequence[Recorded]) -> int:

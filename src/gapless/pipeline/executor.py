@@ -147,6 +147,8 @@ class LocalExecutor:
         except GaplessError:
             raise
         except Exception as error:
+            if self._recorder is not None:
+                self._recorder.failed()
             raise StepFailed(f"step {ticket.plan.step} failed on the device: {error}") from error
         finally:
             if self._recorder is not None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gapless.core.params import SamplingParams
+from gapless.core.params import SamplingParams, derive_seed
 from gapless.proof.schedule import Ask, Schedule
 from gapless.proof.stage import Room
 
@@ -25,14 +25,27 @@ class Menu:
     last_arrival: int = 12
     failing_share: float = 0.0  # of the schedules in which a step fails
     threads_share: float = 0.2  # of those that run on threads, on a CPU
+    repeated_share: float = 0.3  # of those in which a prompt comes several times at once, with a seed each
     steady_share: float = 0.0  # of those whose batches are the same at any depth: nothing is scarce, nothing ends early
 
 
-def draw_schedule(dice: random.Random, asks: Sequence[Ask], room: Room, menu: Menu) -> Schedule:
-    """A schedule of some of the asks, each perhaps more than once."""
+Vary = Callable[[random.Random, Ask], Ask]
+
+
+def draw_schedule(
+    dice: random.Random,
+    asks: Sequence[Ask],
+    room: Room,
+    menu: Menu,
+    vary: Vary = lambda dice, ask: ask,
+) -> Schedule:
+    """A schedule of some of the asks, each perhaps more than once and each perhaps in another way."""
     steady = dice.random() < menu.steady_share
     count = dice.randint(2, menu.most_requests)
-    chosen = [_vary(dice, dice.choice(asks), number, menu, steady=steady) for number in range(count)]
+    picked = [vary(dice, dice.choice(asks)) for _ in range(count)]
+    chosen = [_place(dice, ask, number, menu, steady=steady) for number, ask in enumerate(picked)]
+    if dice.random() < menu.repeated_share:
+        chosen = _repeated(chosen, dice.randint(2, count))
     block_size = dice.choice(menu.block_sizes)
     most = room.limits(block_size).num_blocks
     needed = max(-(-min(ask.length, room.max_model_len) // block_size) for ask in chosen)
@@ -53,7 +66,14 @@ def draw_schedule(dice: random.Random, asks: Sequence[Ask], room: Room, menu: Me
     )
 
 
-def _vary(dice: random.Random, ask: Ask, number: int, menu: Menu, *, steady: bool) -> Ask:
+def _repeated(asks: Sequence[Ask], times: int) -> list[Ask]:
+    """The first of them so many times, as one client's `n` completions come; the others of the rest."""
+    first = asks[0]
+    copies = [dataclasses.replace(first, id=f"{first.id}.n{i}", seed=derive_seed(first.seed, i)) for i in range(times)]
+    return [*copies, *asks[times:]]
+
+
+def _place(dice: random.Random, ask: Ask, number: int, menu: Menu, *, steady: bool) -> Ask:
     arrival = dice.choice((0, dice.randint(0, 3), dice.randint(0, menu.last_arrival)))
     abort = arrival + dice.randint(0, 2 * menu.most_tokens) if dice.random() < 0.2 else None
     most = min(menu.most_tokens, ask.params.max_tokens)
@@ -103,4 +123,6 @@ def _params(dice: random.Random, vocab_size: int, most_tokens: int, *, text_stop
         min_p=dice.choice((0.0, 0.0, 0.1)),
         stop=tuple(dice.sample("aeiotnABCDE ", 3)) if text_stops and dice.random() < 0.2 else (),
         stop_token_ids=tuple(dice.sample(range(vocab_size), dice.choice((0, 0, 1, 8)))),
+        logprobs=dice.choice((None, None, 0, 3)),
+        prompt_logprobs=dice.choice((None, None, None, 0, 5)),
     )

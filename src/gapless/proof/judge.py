@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from gapless.core.params import MAX_LOGPROBS
 from gapless.proof.play import Batch, Played, Trouble, Watch, play
 from gapless.proof.schedule import Ask, Schedule
+from gapless.proof.scores import ROUNDING, Asked, Scores
 from gapless.proof.stage import LONE_BLOCK_SIZE, ModelStage
 from gapless.proof.tie import is_tie
 
@@ -27,10 +29,11 @@ class Alone:
 
     tokens: tuple[int, ...]
     reason: str
+    scores: Scores  # of every token, whether the request asked for them or not
 
     def cut(self, max_tokens: int) -> Alone:
         """The same with fewer tokens allowed."""
-        return self if len(self.tokens) <= max_tokens else Alone(self.tokens[:max_tokens], "length")
+        return self if len(self.tokens) <= max_tokens else Alone(self.tokens[:max_tokens], "length", self.scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Verdict:
     played: Played
     trouble: Trouble | None
     num_compared: int = 0  # tokens
+    num_scores: int = 0  # log-probabilities compared
     num_ties: int = 0  # differences that rounding explains
     num_apart: int = 0  # steps not compared, for the batches differed
 
@@ -62,6 +66,10 @@ class Judge:
         played = play(self._stage, schedule)
         if played.trouble is not None:
             return Verdict(played, played.trouble)
+        return self.compare(schedule, played)
+
+    def compare(self, schedule: Schedule, played: Played) -> Verdict:
+        """Compare what a run without trouble gave with what is right."""
         return self._against_alone(schedule, played) if self._stage.exact else self._against_sync(schedule, played)
 
     # -- alone ---------------------------------------------------------------------------------------------------
@@ -69,8 +77,11 @@ class Judge:
     def alone(self, ask: Ask) -> Alone:
         """What the request gives alone, in one row and at depth 1."""
         most = max(self._most_tokens, ask.params.max_tokens)
-        params = dataclasses.replace(ask.params, max_tokens=most)
-        key = dataclasses.replace(ask, id="alone", params=params, arrival=0, abort=None)
+        num_top = min(MAX_LOGPROBS, self._stage.config.vocab_size)
+        of_prompt = None if ask.params.prompt_logprobs is None else num_top
+        params = dataclasses.replace(ask.params, max_tokens=most, logprobs=num_top, prompt_logprobs=of_prompt)
+        seed = ask.seed if params.temperature > 0 else 0
+        key = dataclasses.replace(ask, id="alone", params=params, seed=seed, arrival=0, abort=None)
         if key not in self._alone:
             self._alone[key] = self._run_alone(key)
         return self._alone[key].cut(ask.params.max_tokens)
@@ -89,25 +100,40 @@ class Judge:
         )
         played = play(self._stage, schedule, PLAIN)
         if played.trouble is not None:
-            return Alone((), f"{played.trouble.kind}: {played.trouble.message}")
-        return Alone(played.tokens[ask.id], played.reasons[ask.id])
+            return Alone((), f"{played.trouble.kind}: {played.trouble.message}", Scores())
+        return Alone(played.tokens[ask.id], played.reasons[ask.id], played.scores[ask.id])
 
     def _against_alone(self, schedule: Schedule, played: Played) -> Verdict:
-        num_compared = num_ties = 0
-        trouble = _wrongly_failed(schedule, played)
+        verdict = Verdict(played, _wrongly_failed(schedule, played))
         for ask in schedule.asks:
-            if trouble is not None:
-                break
-            got, reason, alone = played.tokens[ask.id], played.reasons[ask.id], self.alone(ask)
-            same = _common(got, alone.tokens)
-            num_compared += min(same + 1, len(got))
-            if same < min(len(got), len(alone.tokens)) and self._is_tie(ask, alone.tokens[:same], got[same]):
-                num_ties += 1
-            elif not _agrees(ask, got, reason, alone, failed=bool(schedule.failures)):
-                trouble = Trouble("tokens", _difference(ask, got, reason, alone, same))
-            elif tuple(played.streamed.get(ask.id, ()))[: len(got)] != got:
-                trouble = Trouble("tokens", f"request {ask.id!r} streamed other tokens than it ended with")
-        return Verdict(played, trouble, num_compared, num_ties)
+            if verdict.trouble is None:
+                verdict = self._add_request(verdict, schedule, ask)
+        return verdict
+
+    def _add_request(self, verdict: Verdict, schedule: Schedule, ask: Ask) -> Verdict:
+        """The verdict with one more request compared."""
+        played, alone = verdict.played, self.alone(ask)
+        got, reason = played.tokens[ask.id], played.reasons[ask.id]
+        same = _common(got, alone.tokens)
+        is_cut = _may_be_cut(ask, reason, failed=bool(schedule.failures))
+        tie = same < min(len(got), len(alone.tokens)) and self._is_tie(ask, alone.tokens[:same], got[same])
+        rounding = ROUNDING if self._stage.has_ties else 0
+        scores = Asked(ask.params, played.scores[ask.id], alone.scores, same, not is_cut)
+        num_scores, wrong_score = scores.compare(rounding)
+        trouble = None
+        if not tie and not _agrees(got, reason, alone, is_cut=is_cut):
+            trouble = Trouble("tokens", _difference(ask, got, reason, alone, same))
+        elif not _streamed_right(played, ask, len(got)):
+            trouble = Trouble("tokens", f"request {ask.id!r} streamed something else than it ended with")
+        elif wrong_score is not None:
+            trouble = Trouble("log-probabilities", f"request {ask.id!r}: {wrong_score}")
+        return dataclasses.replace(
+            verdict,
+            trouble=trouble,
+            num_compared=verdict.num_compared + min(same + 1, len(got)),
+            num_scores=verdict.num_scores + num_scores,
+            num_ties=verdict.num_ties + tie,
+        )
 
     def _is_tie(self, ask: Ask, known: tuple[int, ...], other: int) -> bool:
         return self._stage.has_ties and is_tie(self._stage, ask, known, other)
@@ -122,15 +148,15 @@ class Judge:
         baseline = self._sync(dataclasses.replace(schedule, depth=1))
         if baseline.trouble is not None:
             return Verdict(played, baseline.trouble)
-        num_compared = num_same = 0
+        num_compared = num_scores = num_same = 0
         for index, (mine, theirs) in enumerate(zip(played.batches, baseline.batches, strict=False)):
             if mine.members != theirs.members:
                 break
             num_same += 1
             num_compared += len(mine.tokens)
-            if mine.tokens != theirs.tokens and trouble is None:
-                trouble = Trouble("tokens", _step_difference(index + 1, mine, theirs))
-        return Verdict(played, trouble, num_compared, num_apart=len(played.batches) - num_same)
+            num_scores += mine.num_scores
+            trouble = trouble or _step_trouble(index + 1, mine, theirs)
+        return Verdict(played, trouble, num_compared, num_scores, num_apart=len(played.batches) - num_same)
 
     def _sync(self, schedule: Schedule) -> Played:
         if self._baseline is None or self._baseline[0] != schedule:
@@ -143,11 +169,20 @@ def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _agrees(ask: Ask, got: tuple[int, ...], reason: str, alone: Alone, *, failed: bool) -> bool:
-    """Whole, or cut off where the schedule says that it may be."""
-    if (reason == "abort" and ask.abort is not None) or (reason == "error" and failed):
-        return got == alone.tokens[: len(got)]
-    return (got, reason) == (alone.tokens, alone.reason)
+def _may_be_cut(ask: Ask, reason: str, *, failed: bool) -> bool:
+    """Whether the schedule says that the request may end before its time."""
+    return (reason == "abort" and ask.abort is not None) or (reason == "error" and failed)
+
+
+def _agrees(got: tuple[int, ...], reason: str, alone: Alone, *, is_cut: bool) -> bool:
+    return got == alone.tokens[: len(got)] if is_cut else (got, reason) == (alone.tokens, alone.reason)
+
+
+def _streamed_right(played: Played, ask: Ask, num_tokens: int) -> bool:
+    """Tokens and log-probabilities went out as they are in the end; a request that stopped may have sent more."""
+    sent = played.streamed.get(ask.id, [])[:num_tokens]
+    scores = played.scores[ask.id].completion if ask.params.logprobs is not None else (None,) * num_tokens
+    return tuple((news.token, news.logprob) for news in sent) == tuple(zip(played.tokens[ask.id], scores, strict=True))
 
 
 def _wrongly_failed(schedule: Schedule, played: Played) -> Trouble | None:
@@ -168,9 +203,16 @@ def _difference(ask: Ask, got: tuple[int, ...], reason: str, alone: Alone, same:
     )
 
 
-def _step_difference(step: int, mine: Batch, theirs: Batch) -> str:
-    at = _common(mine.tokens, theirs.tokens)
-    return (
-        f"step {step} of {len(mine.members)} members differs at sample {at + 1}: "
-        f"{list(mine.tokens[at : at + 3])}, at depth 1 {list(theirs.tokens[at : at + 3])}"
-    )
+def _step_trouble(step: int, mine: Batch, theirs: Batch) -> Trouble | None:
+    """What is different in a step of the same members."""
+    for kind, got, right in (
+        ("tokens", mine.tokens, theirs.tokens),
+        ("log-probabilities", mine.scores, theirs.scores),
+    ):
+        if got != right:
+            at = _common(got, right)
+            found = f"{list(got[at : at + 3])}, at depth 1 {list(right[at : at + 3])}"
+            return Trouble(
+                kind, f"step {step} of {len(mine.members)} members differs at {at + 1} of its {kind}: {found}"
+            )
+    return None

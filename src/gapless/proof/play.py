@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from gapless.core.outcome import Commit, Counters, Finished, Progress
@@ -24,6 +25,7 @@ from gapless.pipeline.depth import FixedDepth
 from gapless.pipeline.executor import Executor, LocalExecutor, StepRunner, Ticket
 from gapless.pipeline.loop import run_loop
 from gapless.proof.schedule import Ask, Schedule
+from gapless.proof.scores import Scores
 from gapless.proof.stage import Cast, Stage
 from gapless.text.assembler import Assembler
 
@@ -45,7 +47,7 @@ ALL = Watch()
 class Trouble:
     """What ended a run before its time, or should have."""
 
-    kind: str  # "conflict", "invariant" or "tokens"
+    kind: str  # "conflict", "invariant", "tokens" or "log-probabilities"
     message: str
 
 
@@ -56,14 +58,17 @@ class Member(NamedTuple):
     start: int  # its first position
     num_positions: int
     kind: str  # "decode", "chunk", or "last chunk", which is followed by a sample
+    num_targets: int = 0  # prompt tokens whose log-probabilities are asked of this chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: who was in it, and what it sampled."""
+    """One step: who was in it, and what it sampled; nothing when it failed."""
 
     members: tuple[Member, ...]
-    tokens: tuple[int, ...]  # of the sampled members; empty when the step failed
+    tokens: tuple[int, ...] = ()  # of the sampled members
+    scores: tuple[int, ...] = ()  # log-probabilities, bit for bit as the step gave them
+    num_scores: int = 0
 
 
 @dataclass(slots=True)
@@ -72,7 +77,8 @@ class Played:
 
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    streamed: dict[str, list[int]] = field(default_factory=dict)
+    scores: dict[str, Scores] = field(default_factory=dict)
+    streamed: dict[str, list[Progress]] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     num_accesses: int = 0  # of buffers, checked
@@ -178,7 +184,7 @@ class Player:
 
     def _stream(self, progress: Progress) -> None:
         name = progress.request.id
-        self._played.streamed.setdefault(name, []).append(progress.token)
+        self._played.streamed.setdefault(name, []).append(progress)
         text = self._texts[name]
         if text.stop is None:
             text.push((progress.token,))
@@ -193,6 +199,7 @@ class Player:
         text = self._texts[request.id]
         text.push(request.tokens[request.num_prompt + len(text.token_ids) :].tolist())
         self._played.tokens[request.id] = tuple(text.token_ids)
+        self._played.scores[request.id] = Scores.of(request, len(text.token_ids))
         self._played.reasons[request.id] = "stop" if text.stop is not None else finished.reason
 
     def _count(self) -> None:
@@ -251,14 +258,20 @@ class Recorder:
         rows = self._scheduler.rows
         decodes = [Member(self._name(row), int(rows.cursor[row]) - 1, 1, "decode") for row in plan.decode_rows.tolist()]
         chunks = [
-            Member(self._name(chunk.row), chunk.start, len(chunk.tokens), "last chunk" if chunk.samples else "chunk")
+            Member(
+                self._name(chunk.row),
+                chunk.start,
+                len(chunk.tokens),
+                "last chunk" if chunk.samples else "chunk",
+                len(chunk.targets),
+            )
             for chunk in plan.chunks
         ]
-        self._batches.append(Batch((*decodes, *chunks), ()))
+        self._batches.append(Batch((*decodes, *chunks)))
         return self._inner.launch(plan)
 
     def collect(self, ticket: Ticket) -> IntArray:
-        step = ticket.plan.step
+        plan, step = ticket.plan, ticket.plan.step
         try:
             results = self._inner.collect(ticket)
         except StepFailed:
@@ -266,8 +279,8 @@ class Recorder:
             raise
         assert step not in (self._failures or ()), f"step {step} failed, and came back as if it had not"
         index = step - 1
-        tokens = tuple(results[: ticket.plan.num_samples].tolist())
-        self._batches[index] = Batch(self._batches[index].members, tokens)
+        tokens, scores = (tuple(part.tolist()) for part in np.split(results, [plan.num_samples]))
+        self._batches[index] = Batch(self._batches[index].members, tokens, scores, plan.num_scores)
         return results
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ class Tally:
     num_schedules: int = 0  # each depth counts
     num_steps: int = 0
     num_compared: int = 0  # tokens
+    num_scores: int = 0  # log-probabilities compared
     num_ties: int = 0
     num_apart: int = 0  # steps whose batch was another at depth 1
     num_preemptions: int = 0
@@ -41,7 +42,7 @@ class Tally:
     num_block_reads: int = 0  # places of the KV cache
     num_conflicts: int = 0
     num_broken: int = 0  # invariants
-    num_different: int = 0  # schedules with other tokens
+    num_different: int = 0  # schedules with other tokens or log-probabilities
 
     def add(self, verdict: Verdict) -> None:
         played, counters = verdict.played, verdict.played.counters
@@ -49,6 +50,7 @@ class Tally:
         self.num_schedules += 1
         self.num_steps += counters.num_steps
         self.num_compared += verdict.num_compared
+        self.num_scores += verdict.num_scores
         self.num_ties += verdict.num_ties
         self.num_apart += verdict.num_apart
         self.num_preemptions += counters.num_preemptions
@@ -62,7 +64,7 @@ class Tally:
         if verdict.trouble is not None:
             self.num_conflicts += verdict.trouble.kind == "conflict"
             self.num_broken += verdict.trouble.kind == "invariant"
-            self.num_different += verdict.trouble.kind == "tokens"
+            self.num_different += verdict.trouble.kind in ("tokens", "log-probabilities")
 
     @property
     def passed(self) -> bool:
@@ -117,8 +119,10 @@ def lines(tally: Tally, comparison: str) -> list[str]:
     rows = {
         "compared": comparison,
         "schedules": f"{tally.num_schedules} tried, {tally.num_steps} steps, {tally.num_preemptions} preemptions, "
-        f"{tally.num_aborted} aborts, {tally.num_overrun} overruns, {tally.num_cached} cached tokens",
-        "tokens": f"{tally.num_compared} compared, {tally.num_different} schedules differ" + _asides(tally),
+        f"{tally.num_aborted} aborts, {tally.num_stopped} stops, {tally.num_overrun} overruns, "
+        f"{tally.num_cached} cached tokens",
+        "tokens": f"{tally.num_compared} compared, and {tally.num_scores} log-probabilities; "
+        f"{tally.num_different} schedules differ" + _asides(tally),
         "conflicts": f"{tally.num_conflicts} in {tally.num_accesses} accesses of buffers "
         f"and {tally.num_block_reads} reads of KV places",
         "invariants": f"{tally.num_broken} broken",

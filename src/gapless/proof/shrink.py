@@ -99,7 +99,8 @@ def _simpler_asks(ask: Ask) -> Iterator[Ask]:
 
 
 def _simpler_params(params: SamplingParams) -> Iterator[dict[str, Any]]:
-    plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop": (), "min_tokens": 0}
+    plain: dict[str, Any] = {"prompt_logprobs": None, "logprobs": None, "stop": (), "min_tokens": 0}
+    plain |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     for name, value in plain.items():
         if getattr(params, name) != value:
             yield {name: value}

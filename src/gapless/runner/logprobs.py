@@ -15,13 +15,12 @@ from gapless.core.plan import score_width
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
     """Scores [n, score_width] int32 of tokens [n] int64 under logits [n, vocab]."""
-    logits = logits.float()
-    total = logits.logsumexp(dim=1, keepdim=True)
+    logprobs = logits.float().log_softmax(dim=1)  # a block a row on a GPU; logsumexp may split a lone row
     own = logits.gather(1, tokens[:, None])
     rank = (logits > own).sum(dim=1, keepdim=True) + 1
-    top = logits.topk(num_top, dim=1)
-    parts = (own - total).view(torch.int32), rank.int(), top.indices.int(), (top.values - total).view(torch.int32)
-    return torch.cat(parts, dim=1)
+    top = logits.topk(num_top, dim=1).indices
+    chosen = logprobs.gather(1, torch.cat((tokens[:, None], top), dim=1)).view(torch.int32)
+    return torch.cat((chosen[:, :1], rank.int(), top.int(), chosen[:, 1:]), dim=1)
 
 
 def score_in_slices(

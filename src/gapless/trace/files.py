@@ -26,7 +26,7 @@ class TraceFiles:
         if not base.name or not base.absolute().parent.is_dir():
             raise ConfigError(f"{name}: a trace cannot be written there: no such folder")
         found = cls(base.with_name(base.name + ".json"), base.with_name(base.name + ".html"))
-        if found.json.is_dir() or found.html.is_dir():
+        if path.is_dir() or found.json.is_dir() or found.html.is_dir():
             raise ConfigError(f"{name}: a trace cannot be written there: is a folder")
         return found
 

@@ -43,6 +43,7 @@ MARK, LAUNCHED, COLLECTED, COLLECTION = Struct("3d"), Struct("7d"), Struct("7d")
 MARK_WIDTH, LAUNCHED_WIDTH, COLLECTED_WIDTH, COLLECTION_WIDTH = 3, 7, 7, 3  # numbers in a row
 NUM_BLOCKS, FLAGS, QUEUED = 3, 5, 6  # places in a row of a launch
 NO_GRAPH = "no graph"  # how reasons begin for which a step's kernels are launched one by one
+STEP_FAILED = "step failed"  # in the ledger; the report looks for it
 PACED_SHARE = 0.1  # a step that ends so soon after it was queued went as fast as its kernels were launched
 
 
@@ -107,6 +108,10 @@ class Recorder:
         if self._dry == NOT_DRY:
             self.ledger[f"pipeline ran dry: {name}"] += 1
         self._dry = reason
+
+    def failed(self) -> None:
+        """A step came back with an error: its requests end, and all others are computed again."""
+        self.ledger[STEP_FAILED] += 1
 
     def launched(self, step: int, num_rows: int, num_tokens: int, num_blocks: int) -> None:
         """A step was queued."""

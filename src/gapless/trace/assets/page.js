@@ -4,7 +4,7 @@
 
 let waiting = false;
 function redraw() {
-  document.getElementById("range").textContent = `${time(view.t0)} to ${time(view.t1)}, of ${time(total)}`;
+  document.getElementById("range").textContent = `${moment(view.t0)} to ${moment(view.t1)}, of ${time(total)}`;
   const began = performance.now();
   for (const panel of panels) { panel.width = panel.canvas.clientWidth || 800; panel.measure(); }
   for (const panel of panels) panel.draw();
@@ -12,6 +12,11 @@ function redraw() {
   api.drawMs = performance.now() - began;
   api.numDraws += 1;
 }
+function moment(t) {  // as exact as what is shown is short
+  const [unit, name] = view.t1 < 1e-3 ? [1e-6, "µs"] : view.t1 < 1 ? [1e-3, "ms"] : [1, "s"];
+  return (t / unit).toFixed(Math.min(Math.max(Math.round(2 - Math.log10((view.t1 - view.t0) / unit)), 0), 9)) + " " + name;
+}
+function say(text) { document.getElementById("range").textContent = text; }
 function later() {
   if (!waiting) { waiting = true; requestAnimationFrame(() => { waiting = false; redraw(); }); }
 }
@@ -31,8 +36,8 @@ function jump(event) {
   show(t - half, t + half);
 }
 function begin() {  // where gaps can be seen: a few steps in the middle
-  const run = runs[0], i = run.n >> 1, few = Math.min(i, 5);
-  if (run.n > 60) { view.t0 = run.c.gpu_begin[i - few]; view.t1 = run.c.gpu_end[i + few]; }
+  const run = runs[0], i = run ? run.n >> 1 : 0, few = Math.min(i, 5);
+  if (run && run.n > 60) { view.t0 = run.c.gpu_begin[i - few]; view.t1 = run.c.gpu_end[i + few]; }
 }
 function nextGap() {
   let best = null;
@@ -41,7 +46,7 @@ function nextGap() {
     const i = run.gaps.find((k) => (run.c.gap[k] + run.c.gpu_begin[k]) / 2 > middle);
     if (i !== undefined && (!best || run.c.gap[i] < best[0].c.gap[best[1]])) best = [run, i];
   }
-  if (best) goTo(...best);
+  if (best) goTo(...best); else say("no gap after this one");
 }
 function largestGap() {
   let best = null, most = 0;
@@ -49,7 +54,7 @@ function largestGap() {
     const length = run.c.gpu_begin[i] - run.c.gap[i];
     if (i > 0 && length > most) { most = length; best = [run, i]; }
   }
-  if (best) goTo(...best);
+  if (best) goTo(...best); else say("no gap between two steps");
 }
 const ACTIONS = {
   in: () => zoom(0.5), out: () => zoom(2), left: () => move(-0.25), right: () => move(0.25), all: () => show(0, total),
@@ -76,7 +81,7 @@ function listen(panel) {
     }
     tip(panel.describe(event.offsetX, event.offsetY), event.clientX, event.clientY);
   });
-  canvas.addEventListener("pointerup", () => { drag = null; });
+  for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => { drag = null; });
   canvas.addEventListener("pointerleave", () => tip(null));
 }
 
@@ -107,8 +112,10 @@ function figure(parent, value, name) {
 }
 
 function verdict() {
+  if (runs.every((run) => run.n === 0)) return "No step was recorded: nothing ran, or nothing ran to its end.";
   const first = runs[0].summary, last = runs[runs.length - 1].summary;
   const where = `${first.model ? first.model + " on " + first.device + ". " : ""}`;
+  if (runs.length === 1 && first.steps === 1) return `${where}A single step was recorded: there is nothing that it could overlap with.`;
   if (runs.length === 1) return `${where}The ${noun(first)} was idle ${percent(first.idle_share)} of the time between the first step and the last.`;
   if (runs.length > 2) return `${where}${runs.length} runs on one time axis, each from its own begin.`;
   const ratio = last.tokens_per_s / first.tokens_per_s;
@@ -116,7 +123,30 @@ function verdict() {
     `${percent(last.idle_share)}, and tokens per second are ${ratio.toFixed(2)} times as many.`;
 }
 
+function failures() {  // steps that raised, by run; empty where none did
+  return runs.filter((run) => (run.summary.ledger || {})["step failed"]).map((run) => {
+    const n = run.summary.ledger["step failed"];
+    return ` In the run of ${run.summary.label}, ${n} ${n === 1 ? "step" : "steps"} failed and ended the requests in it.`;
+  }).join("");
+}
+
+function key(parent) {  // what the lanes are, and what their colours mean
+  const lanes = add(parent, "div", "row");
+  add(lanes, "b", "", "Lanes");
+  const gpu = runs.some((run) => run.summary.device === "cpu") ? "GPU: the model's computation, here on a thread of the CPU" : "GPU: the model's computation";
+  for (const text of ["CPU: the host's loop", "H2D: the plan's copy to the device", gpu, "D2H: the tokens' copy back"]) add(lanes, "span", "", text);
+  const phases = add(parent, "div", "row");
+  add(phases, "b", "", "Colours");
+  for (const name of PHASES.filter((_, phase) => phase !== IDLE)) {
+    const entry = add(phases, "span");
+    add(entry, "span", "chip").style.cssText = `background: ${color(name)}; opacity: ${name === PHASES[COLLECT] ? 0.28 : 1}`;
+    entry.append(name === PHASES[COLLECT] ? "collect: waits for the device" : name);
+  }
+  add(phases, "span", "", "A gap of the GPU has the colours of its causes, below.");
+}
+
 function causes(parent) {
+  if (runs.every((run) => run.summary.idle_s === 0)) { add(parent, "p", "hint", "No idle time was recorded."); return; }
   const most = Math.max(...runs.map((run) => run.summary.idle_s), 1e-12);
   for (const run of runs) {
     const s = run.summary, row = add(parent, "div", "cause-run");
@@ -166,7 +196,8 @@ function ledger(parent) {
 }
 
 const api = window.gapless = {runs, view, panels, show, zoom, redraw, drawMs: 0, numDraws: 0};
-document.getElementById("verdict").textContent = verdict();
+document.getElementById("verdict").textContent = verdict() + failures();
+key(document.getElementById("key"));
 causes(document.getElementById("causes"));
 ledger(document.getElementById("ledger"));
 const overview = new Overview(document.getElementById("overview"));

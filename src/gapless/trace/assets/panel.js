@@ -2,7 +2,7 @@
 // found by binary search, and where many fall on one pixel, sums over ranges are drawn instead of spans.
 
 const runs = data.runs.map((raw) => new Run(raw));
-const total = Math.max(...runs.map((run) => run.seconds), 1e-6);
+const total = Math.max(0, ...runs.map((run) => run.seconds), 1e-6);
 const view = {t0: 0, t1: total};
 const panels = [];
 let theme = {};
@@ -31,7 +31,7 @@ class Panel {
     add(head, "h3", "", s.label);
     figure(head, percent(s.idle_share), `${noun(s)} idle`);
     figure(head, count(s.tokens_per_s), "tokens/s");
-    figure(head, count(s.steps), "steps");
+    figure(head, count(s.steps), s.steps === 1 ? "step" : "steps");
     figure(head, time(run.n ? median(run) : 0), "a step");
     figure(head, count(s.tokens), "tokens");
     if (s.num_overrun !== undefined) figure(head, count(s.num_overrun), "wasted tokens");
@@ -193,7 +193,7 @@ class Panel {
       let i = above(run.c.gpu_end, t0), j = above(run.c.gpu_end, t1);
       const k = Math.min(above(run.c.gpu_begin, (t0 + t1) / 2), run.n);
       batch.push([x, j > i ? (run.sumRows[j] - run.sumRows[i]) / (j - i) : k ? run.c.rows[k - 1] : 0]);
-      if (j - i < 4) { i = Math.max(i - 2, 0); j = Math.min(i + 4, run.n - 1); }  // a rate needs a few steps
+      if (j - i < 4) { i = Math.max(Math.min(i - 2, run.n - 4), 0); j = Math.min(i + 4, run.n); }  // a rate needs a few steps
       const seconds = j > i ? run.c.gpu_end[j - 1] - (i ? run.c.gpu_end[i - 1] : 0) : 0;
       tokens.push([x, seconds > 0 ? (run.sumRows[j] - run.sumRows[i]) / seconds : 0]);
     }
@@ -202,7 +202,7 @@ class Panel {
 
   strip(g, name, y, stroke) {
     const points = this.points[name], bin = BIN;
-    const high = Math.max(...panels.map((panel) => panel.points[name].reduce((most, p) => Math.max(most, p[1]), 0))) || 1;
+    const most = Math.max(...panels.map((panel) => panel.points[name].reduce((top, p) => Math.max(top, p[1]), 0))), high = most || 1;
     g.beginPath();
     for (const [x, value] of points) {
       const top = y + STRIP - 2 - (STRIP - 16) * value / high;
@@ -214,7 +214,7 @@ class Panel {
       g.globalAlpha = 0.12; g.fillStyle = stroke; g.fill(); g.globalAlpha = 1;
     }
     g.font = FONT; g.textAlign = "left"; g.textBaseline = "top"; g.fillStyle = theme.soft;
-    if (points.length) g.fillText(count(high), LEFT + 5, y);
+    if (most) g.fillText(count(high), LEFT + 5, y);
   }
 
   describe(x, y) {  // what lies at a point: a title and pairs of words

@@ -1,0 +1,67 @@
+"""Other ways to ask for the same prompt: greedy or drawn, by another seed, with log-probabilities, with stops.
+
+Stops are taken from what the prompt gives alone, so that they are met. A prompt has few variants, always the same, so
+that what each gives alone is computed once. Knows no schedule.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gapless.core.params import MAX_STOP_IDS
+from gapless.proof.schedule import Ask
+from gapless.text.tokenizer import Tokenizer
+
+NUM_VARIANTS = 4  # of a prompt, itself included
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 1.2, "min_p": 0.05},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Variety:
+    """Draws variants of requests."""
+
+    alone: Callable[[Ask], tuple[int, ...]]  # the tokens that a request gives alone
+    tokenizer: Tokenizer | None
+
+    def __call__(self, dice: random.Random, ask: Ask) -> Ask:
+        """The request itself, or one of its variants."""
+        number = dice.randrange(NUM_VARIANTS)
+        return ask if number == 0 else self.variant(ask, number)
+
+    def variant(self, ask: Ask, number: int) -> Ask:
+        dice = random.Random(f"{ask.id}/{number}")
+        changes = {"logprobs": dice.choice((None, 0, 3)), "prompt_logprobs": dice.choice((None, None, 0, 2))}
+        params = replace(ask.params, **dice.choice(SAMPLING) | changes)
+        ask = replace(ask, id=f"{ask.id}/{number}", params=params, seed=dice.randrange(-(2**63), 2**63))
+        stop = dice.choice((None, _stop_at, _stop_later, self._stop_text))
+        return ask if stop is None else stop(dice, ask, self.alone(ask))
+
+    def _stop_text(self, dice: random.Random, ask: Ask, tokens: tuple[int, ...]) -> Ask:
+        """Stops before the text of a token, or of two."""
+        if self.tokenizer is None or not tokens:
+            return ask
+        at = dice.randrange(len(tokens))
+        text = self.tokenizer.decode(list(tokens[at : at + dice.randint(1, 2)]))
+        return replace(ask, params=replace(ask.params, stop=(text,))) if text.strip("\ufffd") else ask
+
+
+def _stop_at(dice: random.Random, ask: Ask, tokens: tuple[int, ...]) -> Ask:
+    """Stops at a token that it is known to give."""
+    if not tokens or len(ask.stop_ids) >= MAX_STOP_IDS:
+        return ask
+    return replace(ask, stop_ids=tuple(dict.fromkeys((*ask.stop_ids, dice.choice(tokens)))))
+
+
+def _stop_later(dice: random.Random, ask: Ask, tokens: tuple[int, ...]) -> Ask:
+    """Would stop at its first token, if it were not for its minimum length."""
+    least = min(max(2, ask.params.min_tokens), ask.params.max_tokens)
+    return replace(_stop_at(dice, ask, tokens[:1]), params=replace(ask.params, min_tokens=least))
