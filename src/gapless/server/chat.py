@@ -113,5 +113,5 @@ def usage(choices: list[Choice] | Any) -> dict[str, Any]:
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": sum(flight.num_cached for flight in prompts.values())},
+        "prompt_tokens_details": {"cached_tokens": sum(flight.num_cached or 0 for flight in prompts.values())},
     }

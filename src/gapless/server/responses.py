@@ -101,7 +101,7 @@ class ResponseAnswer:
         flight = choice.flight
         response["usage"] = {
             "input_tokens": len(flight.prompt),
-            "input_tokens_details": {"cached_tokens": flight.num_cached},
+            "input_tokens_details": {"cached_tokens": flight.num_cached or 0},
             "output_tokens": choice.num_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": len(flight.prompt) + choice.num_tokens,

@@ -73,7 +73,7 @@ class Service:
             return "draining"
         if not self.supervisor.is_ready:
             return "loading" if self.supervisor.info is None else "restarting"
-        return None
+        return "recovering" if self.supervisor.roster.in_quarantine else None
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ApiError for one that is not served."""
