@@ -45,7 +45,7 @@ from gapless.server.traces import Traces
 PAGE = Path(__file__).parent / "page"
 CLIENT_GONE = 499  # nobody reads it; it is for the log
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 401, 404, 405, 408, 413, 415, 429, 500, 503)
+    status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
 }
 
 
@@ -155,7 +155,7 @@ def _add_operation(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        """200 when requests are served at once, 503 while loading, restarting or draining."""
+        """200 when requests are served at once, 503 while loading, restarting, recovering or draining."""
         reason = service.not_ready()
         return _json({"status": "ready"}) if reason is None else error_response(ApiError(503, reason, code=reason))
 

@@ -1,4 +1,5 @@
-"""What every HTTP request passes on its way in and out: an id, the API key, the size of its body, the access log.
+"""What every HTTP request passes on its way in and out: an id, the host it asks for, the API key, the size of its body,
+the access log.
 
 A plain ASGI middleware. Answers with the OpenAI error object whatever it does not let through. Knows no routes.
 """
@@ -34,6 +35,7 @@ class Gate:
         self._app = app
         self._options = options
         self._keys = [_digest(key) for key in keys]
+        self._hosts = options.allowed_hosts(has_keys=bool(keys))
         self._metrics = metrics
         self._traces = traces
 
@@ -57,12 +59,19 @@ class Gate:
             self._record(scope, passage, time.monotonic() - started_s)
 
     async def _pass(self, scope: Scope, passage: Passage) -> None:
+        self._check_host(_host_name(_header(scope, b"host")))
         if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
             raise ApiError(401, "missing or wrong API key", code="invalid_api_key")
         declared = _header(scope, b"content-length")
         if declared.isdigit() and int(declared) > self._options.max_body_bytes:
             raise passage.too_large()
         await self._app(scope, passage.receive, passage.send)
+
+    def _check_host(self, name: str) -> None:
+        """Raise ApiError for a name that is not this server's. No browser leaves it out."""
+        if self._hosts and name and name not in self._hosts:
+            text = f"this server is not {name!r}; it can be told to be with --allowed-host"
+            raise ApiError(403, text, code="host_not_allowed")
 
     def _has_key(self, scope: Scope) -> bool:
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
@@ -143,6 +152,12 @@ class Passage:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
+
+
+def _host_name(header: bytes) -> str:
+    """Without port, brackets and case."""
+    text = header.decode("latin-1").strip().lower()
+    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0].removesuffix(".")
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
