@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,17 @@ from hypothesis import strategies as st
 
 from gapless import LLM
 from gapless.config import EngineOptions
+from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
 from gapless.errors import ConfigError, InvalidRequest
 from gapless.server.channel import ChildChannel, Disconnected
 from gapless.server.completions import CompletionAnswer
 from gapless.server.engine_process import read_timeline
+from gapless.server.errors import dump, dump_early
 from gapless.server.generation import Choice, Generation
-from gapless.server.logprobs import TokenTexts
+from gapless.server.logprobs import CompletionLogprobs, TokenTexts, tell_logprobs
 from gapless.server.logs import MAX_QUEUED, LineWriter
-from gapless.server.messages import FromEngine, News, Over, Pulse, Submit, ToEngine, pack_tokens
+from gapless.server.messages import FromEngine, News, Over, Pulse, Submit, ToEngine, pack_scores, pack_tokens
 from gapless.server.metrics import EngineTotals
 from gapless.server.options import ServerOptions, read_keys
 from gapless.server.protocol import CompletionRequest
@@ -467,6 +470,40 @@ def test_others_have_their_turn_between_the_choices_of_a_long_answer() -> None:
         return num_turns
 
     assert asyncio.run(go()) > 20
+
+
+def test_others_have_their_turn_while_many_log_probabilities_are_told() -> None:
+    """Of one long prompt, packed as the engine does, and of a long chat."""
+    scores = [TokenLogprob(token % 97, -1.0, 1, ((1, -1.0), (2, -2.0))) for token in range(1000)]
+    packed = [pack_scores([None, *scores[1:64]]), *(pack_scores(scores[i : i + 64]) for i in range(64, 1000, 64))]
+
+    async def turns(work: Coroutine[Any, Any, Any]) -> tuple[Any, int]:
+        task, num_turns = asyncio.create_task(work), 0
+        while not task.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        return task.result(), num_turns
+
+    async def go() -> None:
+        texts, tokens = TokenTexts(None), [score.token for score in scores]
+        told, num_turns = await turns(CompletionLogprobs(texts).tell(tokens, packed))
+        assert told["tokens"] == [f"token_id:{token}" for token in tokens]
+        assert told["token_logprobs"] == [None] + [-1.0] * 999
+        assert num_turns >= 15
+        entries, num_turns = await turns(tell_logprobs(texts, [pack_scores([score]) for score in scores]))
+        assert [entry["token"] for entry in entries] == told["tokens"]
+        assert num_turns >= 15
+
+    asyncio.run(go())
+
+
+def test_a_part_that_was_dumped_early_survives_what_json_cannot_encode() -> None:
+    """A lone surrogate elsewhere in the answer makes the whole of it ASCII."""
+
+    async def go() -> bytes:
+        return dump({"early": await dump_early({"a": ["é"]}), "metadata": "\ud800"})
+
+    assert json.loads(asyncio.run(go())) == {"early": {"a": ["é"]}, "metadata": "\ud800"}
 
 
 def test_a_long_text_is_tokenized_while_others_run(tiny_llm: LLM) -> None:

@@ -72,6 +72,21 @@ def test_a_wrong_parameter_is_refused_by_name(server: Server, values: dict[str, 
 
 
 @pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": "message.output_text.logprobs"}, "include"),
+    ],
+    ids=str,
+)
+def test_what_a_response_cannot_include(server: Server, values: dict[str, Any], param: str) -> None:
+    status, error = server.error("POST", "/v1/responses", {"input": "Hello", "max_output_tokens": 2} | values)
+    assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
     ("prompt", "n", "param"),
     [(["a"] * 9, None, "prompt"), ([[1]] * 5, 2, "prompt"), ("a", 5, "n"), (["", *["a"] * 8], None, "prompt")],
     ids=["texts", "ids", "n", "counted first"],
@@ -199,6 +214,18 @@ def test_a_body_that_is_too_large(server: Server) -> None:
         for _ in range(5):
             raw.sendall(b"4000\r\n" + b" " * 0x4000 + b"\r\n")
         assert raw.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_who_is_still_sending_gets_the_answer(server: Server) -> None:
+    """Closing on what was not read would take the answer away from a client that sends all before it reads."""
+    with socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) as raw:
+        raw.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n".encode())
+        raw.sendall(b"content-length: 8000000\r\n\r\n")
+        for _ in range(80):
+            raw.sendall(b" " * 100_000)
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert answer.count(b"body_too_large") == 1
 
 
 def test_a_body_that_never_comes(faulty: Server) -> None:

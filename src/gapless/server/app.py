@@ -38,7 +38,7 @@ from gapless.server.protocol import (
 )
 from gapless.server.responses import Memory, answer_response
 from gapless.server.service import Service, chat_messages
-from gapless.server.sse import ClientGone, EventStream, finish_for
+from gapless.server.sse import ClientGone, EventStream, LongResponse, finish_for
 from gapless.server.state import read_state
 from gapless.server.traces import Traces
 
@@ -98,7 +98,7 @@ async def _respond(service: Service, request: Request, answer: Answer, stream: b
     if stream:
         return EventStream(answer.events(), answer.error_event, answer.close, service.options.write_timeout)
     try:
-        return _json(await finish_for(request, answer.whole()))
+        return LongResponse(dump(await finish_for(request, answer.whole())), service.options.write_timeout)
     except ClientGone:
         return Response(status_code=CLIENT_GONE)
     finally:
@@ -132,7 +132,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         refuse_unsupported(body)
         service.check_tokens(body.tokens, "tokens")
-        return _json({"prompt": service.decode(body.tokens)})
+        return _json({"prompt": await service.decode(body.tokens)})
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:

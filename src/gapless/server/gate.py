@@ -7,6 +7,7 @@ A plain ASGI middleware. Answers with the OpenAI error object whatever it does n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -22,6 +23,7 @@ from gapless.server.options import ServerOptions
 from gapless.server.traces import Traces
 
 QUIET_PATHS = frozenset(("/health", "/ready", "/metrics", "/state"))  # asked for all the time: logged when debugging
+LINGER_S = 2.0  # for the rest of a body that was not wanted
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"))
 log = logging.getLogger("gapless.server.access")
 
@@ -132,19 +134,30 @@ class Passage:
     async def send(self, message: Message) -> None:
         if self._failure is not None:
             await self.refuse(self._failure)
-            return
+        else:
+            await self._answer(message)
+
+    async def _answer(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message = {**message, "headers": [*message["headers"], (b"x-request-id", self.id.encode())]}
+        elif not message.get("more_body", False) and not self._is_complete:
+            await self._send({**message, "more_body": True})
+            await self._discard()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
+
+    async def _discard(self) -> None:
+        """Take the rest of the body, for a while: who is still sending would lose the answer with the connection."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while not self._is_complete:
+                    self._is_complete = not (await self._receive()).get("more_body", False)
 
     async def refuse(self, error: ApiError) -> None:
         """Answer with an error, unless an answer has begun."""
         if self.status == 0:
-            self.status = error.status
-            answer = error_response(error)
-            answer.headers["x-request-id"] = self.id
-            await answer(self._scope, self._receive, self._send)
+            await error_response(error)(self._scope, self._receive, self._answer)
 
     def too_large(self) -> ApiError:
         return ApiError(413, f"the request body is larger than {self._options.max_body}", code="body_too_large")

@@ -22,9 +22,8 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
-from gapless.server.messages import Over
+from gapless.server.messages import Over, Scores
 
 MANY_KILLS = 2  # from outside, while a request ran, with no token between them: then it is a suspect too
 MAX_KILLS = 4  # the same: then a suspect is refused
@@ -39,8 +38,8 @@ class Flight:
     params: SamplingParams  # with its seed
     changed: asyncio.Event  # set when anything below has changed; the reader clears it
     tokens: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each of `tokens`, if asked for
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first token, if asked for
+    logprobs: list[Scores] = field(default_factory=list)  # one for each of `tokens`, if asked for
+    prompt_logprobs: list[Scores] = field(default_factory=list)  # with the first token, if asked for
     num_cached: int | None = None  # of the prompt, when it was first let go of
     over: Over | None = None
     sent: bool = False
@@ -124,11 +123,11 @@ class Roster:
             if flight.started_s is None:
                 flight.started_s = time.monotonic()
 
-    def take_prompt_logprobs(self, id: int, scores: list[TokenLogprob | None]) -> None:
+    def take_prompt_logprobs(self, id: int, scores: list[Scores]) -> None:
         if (flight := self._flights.get(id)) is not None:
             flight.prompt_logprobs = scores
 
-    def take_token(self, id: int, token: int, logprob: TokenLogprob | None = None) -> Flight | None:
+    def take_token(self, id: int, token: int, logprob: Scores | None = None) -> Flight | None:
         """None for a flight that left already."""
         flight = self._flights.get(id)
         if flight is None:

@@ -107,8 +107,12 @@ class Service:
             raise ApiError(400, str(error), param="messages") from None
         return await self.encode(text, param="messages", add_special_tokens=False)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer().decode(tokens, skip_special_tokens=False)
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, special ones included. Raises ApiError."""
+        tokenizer = self._tokenizer()
+        if len(tokens) < LONG_TEXT:
+            return tokenizer.decode(tokens, skip_special_tokens=False)
+        return await asyncio.to_thread(tokenizer.decode, tokens, skip_special_tokens=False)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -213,7 +217,8 @@ class Service:
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as templates expect them. `developer` is a newer name of `system`."""
     return [
-        message.model_dump(exclude_unset=True) | {"role": "system" if message.role == "developer" else message.role}
+        {name: value for name, value in message if name in message.model_fields_set}
+        | {"role": "system" if message.role == "developer" else message.role}
         for message in messages
     ]
 
