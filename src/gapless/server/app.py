@@ -19,7 +19,7 @@ from gapless import __version__
 from gapless.server.chat import answer_chat
 from gapless.server.completions import answer_completion
 from gapless.server.errors import ApiError, dump, error_response
-from gapless.server.gate import Gate
+from gapless.server.gate import CLIENT, Gate
 from gapless.server.metrics import Metrics
 from gapless.server.protocol import (
     ChatRequest,
@@ -83,15 +83,20 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions", response_model=ChatResponse)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await _respond(service, request, await answer_chat(service, body), body.stream)
+        return await _respond(service, request, await answer_chat(service, body, _client(request)), body.stream)
 
     @app.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _respond(service, request, await answer_completion(service, body), body.stream)
+        return await _respond(service, request, await answer_completion(service, body, _client(request)), body.stream)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        return await _respond(service, request, await answer_response(service, body, memory), body.stream)
+        answer = await answer_response(service, body, memory, _client(request))
+        return await _respond(service, request, answer, body.stream)
+
+
+def _client(request: Request) -> str:
+    return str(request.scope[CLIENT])
 
 
 async def _respond(service: Service, request: Request, answer: Answer, stream: bool | None) -> Response:

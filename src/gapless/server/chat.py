@@ -87,7 +87,7 @@ class ChatAnswer:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
 
-async def answer_chat(service: Service, body: ChatRequest) -> ChatAnswer:
+async def answer_chat(service: Service, body: ChatRequest, client: str) -> ChatAnswer:
     """Check, tokenize and start. Raises ApiError."""
     model = service.check_model(body.model)
     refuse_unsupported(body)
@@ -101,7 +101,7 @@ async def answer_chat(service: Service, body: ChatRequest) -> ChatAnswer:
     max_tokens = service.room_for(prompt, body.max_completion_tokens or body.max_tokens, param="messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = service.params(body, max_tokens, body.stop, logprobs=logprobs)
-    generation = service.start([Plan(prompt, params)], body.n, body.timeout)
+    generation = service.start([Plan(prompt, params)], body.n, body.timeout, client)
     return ChatAnswer(generation, body, model, service.token_texts)
 
 

@@ -83,7 +83,7 @@ class CompletionAnswer:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model}
 
 
-async def answer_completion(service: Service, body: CompletionRequest) -> CompletionAnswer:
+async def answer_completion(service: Service, body: CompletionRequest, client: str) -> CompletionAnswer:
     """Check, tokenize and start. Raises ApiError."""
     model = service.check_model(body.model)
     refuse_unsupported(body)
@@ -99,7 +99,8 @@ async def answer_completion(service: Service, body: CompletionRequest) -> Comple
         plans.append(Plan(prompt, service.params(body, max_tokens, body.stop, **scores), shows_tokens=wanted > 0))
     texts = [await service.decode(prompt) for prompt in prompts] if body.echo else []
     echoes = [text for text in texts for _ in range(body.n or 1)]
-    return CompletionAnswer(service.start(plans, body.n, body.timeout), body, model, echoes, service.token_texts)
+    generation = service.start(plans, body.n, body.timeout, client)
+    return CompletionAnswer(generation, body, model, echoes, service.token_texts)
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:

@@ -23,6 +23,7 @@ from gapless.server.options import ServerOptions
 from gapless.server.traces import Traces
 
 QUIET_PATHS = frozenset(("/health", "/ready", "/metrics", "/state"))  # asked for all the time: logged when debugging
+CLIENT = "gapless.client"  # in a scope: whose request it is, by key or by address
 LINGER_S = 2.0  # for the rest of a body that was not wanted
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"))
 log = logging.getLogger("gapless.server.access")
@@ -62,8 +63,10 @@ class Gate:
 
     async def _pass(self, scope: Scope, passage: Passage) -> None:
         self._check_host(_host_name(_header(scope, b"host")))
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
+        key = self._find_key(scope)
+        if self._keys and scope["path"] not in OPEN_PATHS and key is None:
             raise ApiError(401, "missing or wrong API key", code="invalid_api_key")
+        scope[CLIENT] = f"key {key}" if key is not None else (scope.get("client") or [""])[0]
         declared = _header(scope, b"content-length")
         if declared.isdigit() and int(declared) > self._options.max_body_bytes:
             raise passage.too_large()
@@ -75,11 +78,12 @@ class Gate:
             text = f"this server is not {name!r}; it can be told to be with --allowed-host"
             raise ApiError(403, text, code="host_not_allowed")
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _find_key(self, scope: Scope) -> int | None:
+        """Which of the keys was sent."""
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
         given = hashlib.sha256(key.strip()).digest()
         matches = [hmac.compare_digest(given, known) for known in self._keys]  # all of them, every time
-        return any(matches) and scheme.lower() == b"bearer"
+        return matches.index(True) if any(matches) and scheme.lower() == b"bearer" else None
 
     def _record(self, scope: Scope, passage: Passage, seconds: float) -> None:
         status = passage.status

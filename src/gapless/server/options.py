@@ -34,6 +34,7 @@ class ServerOptions:
     ssl_keyfile: str | None = _option(None, "its private key; default: in the same file")
     log_file: str | None = _option(None, "append the JSON log to this file; default: standard error")
     max_queue: int = _option(1024, "requests that may wait beyond those that run; more get status 429")
+    max_per_client: int = _option(0, "of those that run or wait, at most so many of one key, or address; 0 is any")
     max_body: str = _option("4MiB", "size of a request body at most")
     max_n: int = _option(16, "choices for one prompt at most")
     max_choices: int = _option(1024, "prompts of one request times n at most")
@@ -54,6 +55,7 @@ class ServerOptions:
         parse_bytes("max_body", self.max_body)
         _whole("port", self.port, 0, 65535)
         _whole("max_queue", self.max_queue, 0, 2**20)
+        _whole("max_per_client", self.max_per_client, 0, 2**20)
         for name in ("max_n", "max_choices", "max_output_tokens", "max_stop_length"):
             _whole(name, getattr(self, name), 1, 2**31 - 1)
         for name in ("max_logprobs", "max_stop"):

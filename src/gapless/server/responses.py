@@ -161,7 +161,7 @@ class ResponseAnswer:
         return event({"type": kind, "sequence_number": number, **data}, kind)
 
 
-async def answer_response(service: Service, body: ResponsesRequest, memory: Memory) -> ResponseAnswer:
+async def answer_response(service: Service, body: ResponsesRequest, memory: Memory, client: str) -> ResponseAnswer:
     """Check, tokenize and start. Raises ApiError."""
     model = service.check_model(body.model)
     refuse_unsupported(body)
@@ -172,7 +172,7 @@ async def answer_response(service: Service, body: ResponsesRequest, memory: Memo
     prompt = await service.encode_chat([*instructed, *talk])
     max_tokens = service.room_for(prompt, body.max_output_tokens, param="input")
     params = service.params(body, max_tokens, None, logprobs=logprobs)
-    generation = service.start([Plan(prompt, params)], None, body.timeout)
+    generation = service.start([Plan(prompt, params)], None, body.timeout, client)
     return ResponseAnswer(generation, body, model, talk, memory, service.token_texts)
 
 
