@@ -221,13 +221,12 @@ class Service:
     def _admit(self, count: int, client: str) -> None:
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
-        most = self.info.num_rows + self.options.max_queue
-        if len(self.supervisor.roster) + count > most:
-            message = f"{len(self.supervisor.roster)} requests are running or waiting, at most {most} may"
+        allowed, most = self.options.max_per_client, self.info.num_rows + self.options.max_queue
+        if (there := len(self.supervisor.roster)) + count > most:
+            message = f"{there} requests run or wait; with these {count} more than the {most} that may"
             raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
-        allowed = self.options.max_per_client
-        if allowed and self._num_of_client[client] + count > allowed:
-            message = f"{self._num_of_client[client]} of your requests are running or waiting, at most {allowed} may"
+        if allowed and (own := self._num_of_client[client]) + count > allowed:
+            message = f"{own} of your requests run or wait; with these {count} more than the {allowed} that may"
             raise ApiError(429, message, code="client_queue_full", retry_after_s=RETRY_AFTER_S)
 
 
