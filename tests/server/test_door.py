@@ -27,10 +27,14 @@ def drip(raw: socket.socket, data: bytes) -> bytes:
     answer = b""
     raw.settimeout(0.05)
     for _ in range(int(TIMEOUT_S / 0.05)):
-        with contextlib.suppress(TimeoutError):
+        try:
             if not (piece := raw.recv(4096)):
                 return answer
             answer += piece
+        except TimeoutError:
+            pass
+        except ConnectionError:  # what was sent last came to a closed door
+            return answer
         with contextlib.suppress(OSError):
             raw.sendall(data)
     raise AssertionError("the connection is still open")
