@@ -31,6 +31,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, long_dir: Path) -> Iterator
     """Its steps take at least 5 ms; see faulty_engine.py for what else is wrong with it."""
     log = tmp_path_factory.mktemp("faulty") / "log.jsonl"
     flags = ("--num-blocks", "2048", "--step-timeout", "2", "--health-timeout", "0.5", "--body-timeout", "1")
+    flags += ("--header-timeout", "1")
     with running(log, long_dir, *flags, "--served-model-name", "tiny", script="faulty_server.py") as server:
         yield server
 

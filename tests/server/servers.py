@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -26,14 +27,17 @@ FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--depth
 class Server:
     """One server process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    certificate: Path | None = None  # of a server that speaks HTTPS
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, certificate: Path | None = None) -> None:
         self.process = process
         self.log = log
+        self.certificate = certificate
         self.port = eventually(lambda: next((line["port"] for line in self.lines() if "port" in line), None), self)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self.certificate is None else 'https'}://127.0.0.1:{self.port}"
 
     @property
     def engine_pid(self) -> int:
@@ -61,8 +65,9 @@ class Server:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"} | headers)
         request.method = method
+        context = ssl.create_default_context(cafile=self.certificate) if self.certificate is not None else None
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()
@@ -106,14 +111,16 @@ def eventually(condition: Callable[[], Any], server: Server | None = None) -> An
 
 
 @contextlib.contextmanager
-def running(log: Path, model: Path, *flags: str, script: str | None = None) -> Iterator[Server]:
+def running(
+    log: Path, model: Path, *flags: str, script: str | None = None, certificate: Path | None = None
+) -> Iterator[Server]:
     """A server that is ready; ended at the end. `script` is a file beside this one, instead of the command line."""
     program = ["-m", "gapless.cli"] if script is None else [str(HERE / script)]
     command = [sys.executable, *program, "serve", "--model", str(model), "--log-file", str(log), *FLAGS, *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment) as process:
         try:
-            server = Server(process, log)
+            server = Server(process, log, certificate)
             server.wait_ready()
             yield server
         finally:

@@ -272,6 +272,35 @@ def test_a_response_streams_numbered_events(client: openai.OpenAI) -> None:
     assert text == events[-1].response.output_text == client.responses.create(**question).output_text
 
 
+def test_likelihoods_of_a_response(client: openai.OpenAI, llm: LLM) -> None:
+    """Plain and streamed, in the delta events and at the end, where each token also has its bytes."""
+    question: dict[str, Any] = {"model": "tiny", "input": "Hello", "max_output_tokens": 6, **GREEDY}
+    question |= {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    offline = llm.generate([RENDERED], SamplingParams(max_tokens=6, temperature=0, logprobs=3, ignore_eos=True))[0]
+    answer = client.responses.create(**question)
+    assert answer.top_logprobs == 3
+    whole = answer.output[0].content[0].logprobs
+    for item, score in zip(whole, offline.logprobs or (), strict=True):
+        assert item.token == ALPHABET[score.token]
+        assert item.bytes == list(item.token.encode())
+        assert item.logprob == pytest.approx(score.logprob, abs=1e-4)
+        assert [top.token for top in item.top_logprobs] == [ALPHABET[token] for token, _ in score.top]
+        assert all(top.bytes == list(top.token.encode()) for top in item.top_logprobs)
+    events = list(client.responses.create(**question, stream=True))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert "".join(event.delta for event in deltas) == answer.output_text
+    for found in ([item for event in deltas for item in event.logprobs], done.logprobs):
+        assert [(item.token, len(item.top_logprobs)) for item in found] == [(item.token, 3) for item in whole]
+        assert [item.logprob for item in found] == pytest.approx([item.logprob for item in whole], abs=1e-4)
+    last = events[-1].response.output[0].content[0].logprobs
+    assert [(item.token, item.bytes) for item in last] == [(item.token, item.bytes) for item in whole]
+    bare = client.responses.create(**question | {"top_logprobs": None, "max_output_tokens": 2})
+    assert [item.top_logprobs for item in bare.output[0].content[0].logprobs] == [[], []]
+    plain = client.responses.create(model="tiny", input="Hello", max_output_tokens=2)
+    assert plain.output[0].content[0].logprobs == []
+
+
 def test_a_response_goes_on_with_an_earlier_one(client: openai.OpenAI, llm: LLM) -> None:
     first = client.responses.create(model="tiny", input="Hello", max_output_tokens=5, instructions="Hm", temperature=0)
     second = client.responses.create(
@@ -305,6 +334,8 @@ def test_tokenize_and_back(server: Server) -> None:
     long = ALPHABET[1:] * 600  # past what is tokenized at once
     status, data = server.send("POST", "/tokenize", {"prompt": long})
     assert json.loads(data)["count"] == len(long)
+    status, data = server.send("POST", "/detokenize", {"tokens": ids(long[:10_000])})
+    assert json.loads(data) == {"prompt": long[:10_000]}
 
 
 def test_operation(server: Server) -> None:

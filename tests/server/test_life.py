@@ -57,7 +57,7 @@ def test_a_drain_has_an_end_and_a_key_guards(tmp_path: Path, long_dir: Path) -> 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     flags = ("--drain-timeout", "0.2", "--api-key-file", str(keys), "--port", str(port), "--write-timeout", "0.3")
-    flags += ("--cors-origin", "https://a.example")
+    flags += ("--cors-origin", "https://a.example", "--max-per-client", "64")
     command = [sys.executable, str(HERE / SLOW), "serve", "--model", str(long_dir), *FLAGS, *NAME, *flags]
     with subprocess.Popen([*command, "--log-file", "/dev/full"], env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
         try:
@@ -74,6 +74,7 @@ def test_a_drain_has_an_end_and_a_key_guards(tmp_path: Path, long_dir: Path) -> 
                 .completions.create(**LONG, extra_body={"ignore_eos": True, "min_tokens": 400})
             )
             next(iter(stream))
+            _check_share(server)
             assert server.metric("gapless_log_lines_lost_total") > 0
             process.send_signal(signal.SIGTERM)
             with pytest.raises(openai.APIError, match="shutting down"):
@@ -96,6 +97,15 @@ def _check_stalled_reader(server: Server) -> None:
     eventually(lambda: server.metric("gapless_running_requests") > 0, server)
     eventually(lambda: server.metric('gapless_requests_total{outcome="abort"}') == 64, server)
     raw.close()
+
+
+def _check_share(server: Server) -> None:
+    """The second key has one request running: 64 are one too many for it, and none for the first."""
+    body = {"prompt": ["a"] * 64, "max_tokens": 1}
+    status, error = server.error("POST", "/v1/completions", body, authorization="Bearer second-key")
+    assert (status, error["code"], error["type"]) == (429, "client_queue_full", "rate_limit_error")
+    for _ in range(2):  # and again: what is over does not count
+        assert server.send("POST", "/v1/completions", body, authorization="Bearer first-key")[0] == 200
 
 
 def _answers(server: Server) -> bool:

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +20,32 @@ from hypothesis import strategies as st
 
 from gapless import LLM
 from gapless.config import EngineOptions
+from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
 from gapless.errors import ConfigError, InvalidRequest
 from gapless.server.channel import ChildChannel, Disconnected
 from gapless.server.completions import CompletionAnswer
 from gapless.server.engine_process import read_timeline
+from gapless.server.errors import dump, dump_early
 from gapless.server.generation import Choice, Generation
-from gapless.server.logprobs import TokenTexts
+from gapless.server.logprobs import CompletionLogprobs, TokenTexts, tell_logprobs
 from gapless.server.logs import MAX_QUEUED, LineWriter
-from gapless.server.messages import FromEngine, News, Over, Pulse, Submit, ToEngine, pack_tokens
+from gapless.server.messages import FromEngine, News, Over, Pulse, Submit, ToEngine, pack_scores, pack_tokens
 from gapless.server.metrics import EngineTotals
 from gapless.server.options import ServerOptions, read_keys
 from gapless.server.protocol import CompletionRequest
 from gapless.server.responses import MAX_KEPT, Memory
 from gapless.server.roster import Flight, Roster
-from gapless.server.supervisor import Supervisor
+from gapless.server.supervisor import Supervisor, count_oom_kills
 from gapless.server.template_process import Renderer, Template
 from gapless.server.traces import Traces
 from gapless.text.assembler import Assembler
 from tiny import ALPHABET
 
 # -- the roster --------------------------------------------------------------------------------------------------------
+
+
+NUM_PROOFS = 4  # tokens that clear a suspect, at depth 2
 
 
 def roster_of(count: int) -> tuple[Roster, list[Flight]]:
@@ -58,41 +64,73 @@ def run(roster: Roster) -> list[int]:
     return due
 
 
-def test_after_a_crash_everybody_goes_on() -> None:
+def prove(roster: Roster, id: int) -> None:
+    """Tokens that clear a suspect; if others are to be tried, it is called back."""
+    for token in range(NUM_PROOFS):
+        assert roster.due_back() is None
+        assert run(roster) == []  # nobody else while one is on trial
+        roster.take_token(id, token)
+    if (flight := roster.due_back()) is not None:
+        assert flight.id == id
+        assert roster.take_back(Over(id, "abort"))
+
+
+def test_after_a_kill_everybody_goes_on() -> None:
     roster, _ = roster_of(3)
     assert run(roster) == [0, 1, 2]
     roster.take_token(1, 7)
-    assert roster.crash(()) == []
+    assert roster.crash((), from_outside=True) == []
     assert run(roster) == [0, 1, 2]
 
 
-def test_tokens_between_crashes_clear_everybody() -> None:
+def test_tokens_between_kills_clear_everybody() -> None:
     roster, flights = roster_of(2)
     for number in range(20):
         assert run(roster) == [0, 1]
         for flight in flights:
             roster.take_token(flight.id, number)
-        assert roster.crash(()) == []
+        assert roster.crash((), from_outside=True) == []
         assert not roster.in_quarantine
 
 
-def test_suspects_run_one_at_a_time_and_the_culprit_is_refused_alone() -> None:
-    roster, flights = roster_of(4)
-    for _ in range(2):
-        assert run(roster) == [0, 1, 2, 3]
-        assert roster.crash(()) == []
-    assert run(roster) == [0]
-    assert run(roster) == []  # nobody else while one is on trial
+def test_suspects_run_one_at_a_time_and_the_second_crash_names_one() -> None:
+    roster, flights = roster_of(5)
+    assert run(roster) == [0, 1, 2, 3, 4]
     roster.take_token(0, 5)
-    assert run(roster) == [1]
-    roster.end(Over(1, "stop"))
+    assert roster.crash(()) == []
+    assert run(roster) == [4]  # the latest first
+    prove(roster, 4)
+    assert run(roster) == [3]  # and 4 waits again: whoever is on trial is alone
+    roster.end(Over(3, "stop"))
     assert run(roster) == [2]
     assert roster.crash(()) == [flights[2]]
     roster.end(Over(2, "refused"))
-    assert run(roster) == [3]
-    roster.take_token(3, 5)
-    assert run(roster) == [0]  # it had proved itself, and starts again now
+    assert run(roster) == [0, 1, 4]  # cleared: the culprit was found
     assert not roster.in_quarantine
+
+
+def test_when_all_were_heard_everybody_goes_on() -> None:
+    roster, _ = roster_of(3)
+    run(roster)
+    roster.crash(())
+    roster.add(Flight(3, [1], SamplingParams(), asyncio.Event()))
+    for id in (2, 1, 0):
+        assert run(roster) == [id]
+        prove(roster, id)
+        roster.check()
+    assert run(roster) == [1, 2, 3]  # beside 0, the last one, which stayed
+    assert not roster.in_quarantine
+
+
+def test_a_few_tokens_do_not_hide_a_culprit() -> None:
+    """What was in flight in a crash is made again before the place of the crash comes."""
+    roster, flights = roster_of(2)
+    run(roster)
+    roster.take_token(1, 5)
+    roster.crash(())
+    assert run(roster) == [1]
+    roster.take_token(1, 6)
+    assert roster.crash(()) == [flights[1]]
 
 
 def test_who_runs_alone_is_refused_at_the_second_crash() -> None:
@@ -101,6 +139,17 @@ def test_who_runs_alone_is_refused_at_the_second_crash() -> None:
     assert roster.crash(()) == []
     run(roster)
     assert roster.crash(()) == flights
+
+
+def test_a_kill_during_a_trial_is_not_held_against_who_is_tried() -> None:
+    roster, flights = roster_of(2)
+    run(roster)
+    roster.crash(())
+    for _ in range(3):
+        assert run(roster) == [1]
+        assert roster.crash((), from_outside=True) == []
+    assert run(roster) == [1]
+    assert roster.crash(()) == [flights[1]]
 
 
 def test_kills_from_outside_take_longer_to_be_held_against_anybody() -> None:
@@ -119,16 +168,32 @@ def test_those_who_only_waited_are_no_suspects() -> None:
         roster.start(0)
         found = roster.crash(())
     assert found == [flights[0]]
-    assert flights[1].num_crashes == 0
+    assert [flight.id for flight in roster.due()] == [0, 1, 2]
 
 
 def test_an_engine_that_knows_whose_step_failed_is_believed() -> None:
     roster, flights = roster_of(3)
     run(roster)
     assert roster.crash([1]) == []
-    run(roster)
+    assert run(roster) == [1]
     assert roster.crash([1]) == [flights[1]]
-    assert flights[0].num_crashes == 0
+
+
+def test_cached_tokens_are_those_of_the_first_time() -> None:
+    """Who is called back finds its own blocks when it comes again: those are not its prompt's hits."""
+    roster, flights = roster_of(2)
+    run(roster)
+    roster.crash(())
+    run(roster)
+    prove(roster, 1)
+    roster.end(Over(1, "stop", num_cached=64))
+    assert flights[1].num_cached == 0
+
+
+def test_kills_for_lack_of_memory_are_told_from_others(tmp_path: Path) -> None:
+    assert count_oom_kills(tmp_path / "none") == 0
+    (tmp_path / "vmstat").write_text("pgfault 9\noom_kill 3\nzswpin 0\n")
+    assert count_oom_kills(tmp_path / "vmstat") == 3
 
 
 def test_a_late_token_or_end_of_a_flight_that_left_is_ignored() -> None:
@@ -143,9 +208,11 @@ def test_a_late_token_or_end_of_a_flight_that_left_is_ignored() -> None:
 
 @given(st.data())
 def test_whatever_happens_nobody_is_lost(data: st.DataObject) -> None:
-    """Any order of arrivals, starts, tokens, ends and crashes, poison among them; in the end only poison is refused."""
+    """Any order of arrivals, starts, tokens, ends and crashes, poison among them; in the end only poison is refused,
+    after two crashes each at most."""
     roster, flights, refused = Roster(), dict[int, Flight](), set[int]()
     poison = data.draw(st.sets(st.integers(0, 9), max_size=2), label="poison")
+    num_crashes = 0
 
     def crash(blamed: list[int], from_outside: bool) -> None:
         for flight in roster.crash(blamed, from_outside=from_outside):
@@ -154,14 +221,20 @@ def test_whatever_happens_nobody_is_lost(data: st.DataObject) -> None:
 
     def step() -> None:
         """One step of an engine that poison takes down, and that gives everybody else a token."""
+        nonlocal num_crashes
         for flight in roster.due():
             roster.start(flight.id)
         running = [flight.id for flight in roster if flight.started]
         if poison.intersection(running):
+            num_crashes += 1
             crash(running if data.draw(st.booleans()) else [], False)
-        else:
-            for id in running:
-                roster.take_token(id, 1)
+            return
+        for id in running:
+            roster.take_token(id, 1)
+        if (heard := roster.due_back()) is not None and data.draw(st.booleans()):
+            roster.take_token(heard.id, 2)  # was in flight
+        if heard is not None:
+            assert roster.take_back(Over(heard.id, "abort"))
 
     for _ in range(data.draw(st.integers(0, 30), label="events")):
         match data.draw(st.sampled_from(("add", "step", "end", "kill"))):
@@ -180,6 +253,7 @@ def test_whatever_happens_nobody_is_lost(data: st.DataObject) -> None:
         roster.check()
     left = {flight.id for flight in roster}
     assert refused <= poison, "an innocent was refused"
+    assert num_crashes <= 2 * len(poison), "two crashes did not suffice"
     assert not poison & left, "poison still runs, or waits for ever"
     assert all(flights[id].tokens for id in left), "somebody waits for ever"
 
@@ -396,6 +470,40 @@ def test_others_have_their_turn_between_the_choices_of_a_long_answer() -> None:
         return num_turns
 
     assert asyncio.run(go()) > 20
+
+
+def test_others_have_their_turn_while_many_log_probabilities_are_told() -> None:
+    """Of one long prompt, packed as the engine does, and of a long chat."""
+    scores = [TokenLogprob(token % 97, -1.0, 1, ((1, -1.0), (2, -2.0))) for token in range(1000)]
+    packed = [pack_scores([None, *scores[1:64]]), *(pack_scores(scores[i : i + 64]) for i in range(64, 1000, 64))]
+
+    async def turns(work: Coroutine[Any, Any, Any]) -> tuple[Any, int]:
+        task, num_turns = asyncio.create_task(work), 0
+        while not task.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        return task.result(), num_turns
+
+    async def go() -> None:
+        texts, tokens = TokenTexts(None), [score.token for score in scores]
+        told, num_turns = await turns(CompletionLogprobs(texts).tell(tokens, packed))
+        assert told["tokens"] == [f"token_id:{token}" for token in tokens]
+        assert told["token_logprobs"] == [None] + [-1.0] * 999
+        assert num_turns >= 15
+        entries, num_turns = await turns(tell_logprobs(texts, [pack_scores([score]) for score in scores]))
+        assert [entry["token"] for entry in entries] == told["tokens"]
+        assert num_turns >= 15
+
+    asyncio.run(go())
+
+
+def test_a_part_that_was_dumped_early_survives_what_json_cannot_encode() -> None:
+    """A lone surrogate elsewhere in the answer makes the whole of it ASCII."""
+
+    async def go() -> bytes:
+        return dump({"early": await dump_early({"a": ["é"]}), "metadata": "\ud800"})
+
+    assert json.loads(asyncio.run(go())) == {"early": {"a": ["é"]}, "metadata": "\ud800"}
 
 
 def test_a_long_text_is_tokenized_while_others_run(tiny_llm: LLM) -> None:

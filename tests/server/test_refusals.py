@@ -72,6 +72,21 @@ def test_a_wrong_parameter_is_refused_by_name(server: Server, values: dict[str, 
 
 
 @pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": "message.output_text.logprobs"}, "include"),
+    ],
+    ids=str,
+)
+def test_what_a_response_cannot_include(server: Server, values: dict[str, Any], param: str) -> None:
+    status, error = server.error("POST", "/v1/responses", {"input": "Hello", "max_output_tokens": 2} | values)
+    assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
     ("prompt", "n", "param"),
     [(["a"] * 9, None, "prompt"), ([[1]] * 5, 2, "prompt"), ("a", 5, "n"), (["", *["a"] * 8], None, "prompt")],
     ids=["texts", "ids", "n", "counted first"],
@@ -194,18 +209,28 @@ def test_a_body_that_is_too_large(server: Server) -> None:
     status, error = server.error("POST", CHAT, body)
     assert (status, error["code"]) == (413, "body_too_large")
     with socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) as raw:  # without saying how long it is
-        head = (
-            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
-        )
-        raw.sendall(head.encode())
+        raw.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode())
+        raw.sendall(b"transfer-encoding: chunked\r\n\r\n")
         for _ in range(5):
             raw.sendall(b"4000\r\n" + b" " * 0x4000 + b"\r\n")
         assert raw.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
+def test_who_is_still_sending_gets_the_answer(server: Server) -> None:
+    """Closing on what was not read would take the answer away from a client that sends all before it reads."""
+    with socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) as raw:
+        raw.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n".encode())
+        raw.sendall(b"content-length: 8000000\r\n\r\n")
+        for _ in range(80):
+            raw.sendall(b" " * 100_000)
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert answer.count(b"body_too_large") == 1
+
+
 def test_a_body_that_never_comes(faulty: Server) -> None:
     with socket.create_connection(("127.0.0.1", faulty.port), TIMEOUT_S) as raw:
-        raw.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode())
+        raw.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode())
         raw.sendall(b"content-length: 100\r\n\r\n{")
         answer = b""
         while not answer.endswith(b"}}"):
@@ -243,9 +268,9 @@ def test_malformed_http_hurts_nobody(server: Server, data: bytes) -> None:
 @pytest.mark.parametrize(
     ("start", "more"),
     [
-        (b"GET /version HTTP/1.1\r\nhost: x\r\nx: ", b"a" * 1024),
-        (b"GET /version HTTP/1.1\r\nhost: x\r\n", b"a: b\r\n" * 200),
-        (b"GET /version HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n", b"a: b\r\n" * 200),
+        (b"GET /version HTTP/1.1\r\nhost: localhost\r\nx: ", b"a" * 1024),
+        (b"GET /version HTTP/1.1\r\nhost: localhost\r\n", b"a: b\r\n" * 200),
+        (b"GET /version HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n", b"a: b\r\n" * 200),
     ],
     ids=["one", "many", "trailers"],
 )
@@ -263,7 +288,8 @@ def test_headers_without_end_are_cut_off(server: Server, start: bytes, more: byt
 def test_a_large_body_in_small_pieces_is_no_head(server: Server) -> None:
     body = json.dumps({"prompt": "a" * 60_000}).encode()
     pieces = b"".join(b"2\r\n" + body[i : i + 2] + b"\r\n" for i in range(0, len(body) - 1, 2))
-    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += b"transfer-encoding: chunked\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) as raw:
         raw.sendall(head + pieces + (b"1\r\n" + body[-1:] + b"\r\n" if len(body) % 2 else b"") + b"0\r\n\r\n")
         assert raw.recv(4096).startswith(b"HTTP/1.1 200 ")
@@ -271,7 +297,7 @@ def test_a_large_body_in_small_pieces_is_no_head(server: Server) -> None:
 
 def test_two_requests_on_one_connection(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) as raw:
-        raw.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+        raw.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2)
         data = b""
         while data.count(b"HTTP/1.1 200") < 2 or data.count(b'{"version"') < 2:
             data += raw.recv(4096)
@@ -300,8 +326,8 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(server: Server) -> No
 
 def _post(path: str, body: Any) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    return head.encode() + data
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
 def test_a_deadline_of_its_own(faulty: Server) -> None:

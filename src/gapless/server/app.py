@@ -19,7 +19,7 @@ from gapless import __version__
 from gapless.server.chat import answer_chat
 from gapless.server.completions import answer_completion
 from gapless.server.errors import ApiError, dump, error_response
-from gapless.server.gate import Gate
+from gapless.server.gate import CLIENT, Gate
 from gapless.server.metrics import Metrics
 from gapless.server.protocol import (
     ChatRequest,
@@ -38,14 +38,14 @@ from gapless.server.protocol import (
 )
 from gapless.server.responses import Memory, answer_response
 from gapless.server.service import Service, chat_messages
-from gapless.server.sse import ClientGone, EventStream, finish_for
+from gapless.server.sse import ClientGone, EventStream, LongResponse, finish_for
 from gapless.server.state import read_state
 from gapless.server.traces import Traces
 
 PAGE = Path(__file__).parent / "page"
 CLIENT_GONE = 499  # nobody reads it; it is for the log
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 401, 404, 405, 408, 413, 415, 429, 500, 503)
+    status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
 }
 
 
@@ -83,22 +83,27 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions", response_model=ChatResponse)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await _respond(service, request, await answer_chat(service, body), body.stream)
+        return await _respond(service, request, await answer_chat(service, body, _client(request)), body.stream)
 
     @app.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _respond(service, request, await answer_completion(service, body), body.stream)
+        return await _respond(service, request, await answer_completion(service, body, _client(request)), body.stream)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        return await _respond(service, request, await answer_response(service, body, memory), body.stream)
+        answer = await answer_response(service, body, memory, _client(request))
+        return await _respond(service, request, answer, body.stream)
+
+
+def _client(request: Request) -> str:
+    return str(request.scope[CLIENT])
 
 
 async def _respond(service: Service, request: Request, answer: Answer, stream: bool | None) -> Response:
     if stream:
         return EventStream(answer.events(), answer.error_event, answer.close, service.options.write_timeout)
     try:
-        return _json(await finish_for(request, answer.whole()))
+        return LongResponse(dump(await finish_for(request, answer.whole())), service.options.write_timeout)
     except ClientGone:
         return Response(status_code=CLIENT_GONE)
     finally:
@@ -132,7 +137,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         refuse_unsupported(body)
         service.check_tokens(body.tokens, "tokens")
-        return _json({"prompt": service.decode(body.tokens)})
+        return _json({"prompt": await service.decode(body.tokens)})
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
@@ -155,7 +160,7 @@ def _add_operation(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        """200 when requests are served at once, 503 while loading, restarting or draining."""
+        """200 when requests are served at once, 503 while loading, restarting, recovering or draining."""
         reason = service.not_ready()
         return _json({"status": "ready"}) if reason is None else error_response(ApiError(503, reason, code=reason))
 

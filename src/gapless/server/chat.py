@@ -7,10 +7,10 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from gapless.core.outcome import TokenLogprob
-from gapless.server.errors import ApiError
+from gapless.server.errors import ApiError, dump_early
 from gapless.server.generation import Choice, Generation, Piece
-from gapless.server.logprobs import TokenTexts, chat_logprobs
+from gapless.server.logprobs import TokenTexts, tell_logprobs
+from gapless.server.messages import Scores
 from gapless.server.protocol import ChatRequest, refuse_unsupported
 from gapless.server.service import Plan, Service, chat_messages
 from gapless.server.sse import DONE, event
@@ -29,33 +29,34 @@ class ChatAnswer:
 
     async def whole(self) -> dict[str, Any]:
         await self._generation.finish()
-        choices = [
-            {
-                "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": self._logprobs(choice.logprobs),
-                "finish_reason": choice.finish_reason,
-            }
-            for choice in self._generation.choices
-        ]
+        choices = [await dump_early(await self._choice(choice)) for choice in self._generation.choices]
         return self._head("chat.completion") | {"choices": choices, "usage": usage(self._generation.choices)}
+
+    async def _choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": await self._logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
 
     async def events(self) -> AsyncIterator[bytes]:
         """Chunks: the role, then the text of each choice as it comes, then usage if asked for, then [DONE]."""
         for choice in self._generation.choices:
             yield self._chunk(choice.index, {"role": "assistant", "content": ""})
         async for pieces in self._generation.pieces():
-            yield b"".join(self._piece(piece) for piece in pieces)
+            for piece in pieces:
+                yield await self._piece(piece)
         options = self._body.stream_options
         if options is not None and options.include_usage:
             head = self._head("chat.completion.chunk")
             yield event(head | {"choices": [], "usage": usage(self._generation.choices)})
         yield DONE
 
-    def _piece(self, piece: Piece) -> bytes:
+    async def _piece(self, piece: Piece) -> bytes:
         index, data = piece.choice.index, b""
         if piece.text or piece.logprobs:
-            data = self._chunk(index, {"content": piece.text}, logprobs=self._logprobs(piece.logprobs))
+            data = self._chunk(index, {"content": piece.text}, logprobs=await self._logprobs(piece.logprobs))
         if piece.finish_reason is not None:
             data += self._chunk(index, {}, finish_reason=piece.finish_reason)
         return data
@@ -71,8 +72,8 @@ class ChatAnswer:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return event(self._head("chat.completion.chunk") | {"choices": [choice]})
 
-    def _logprobs(self, scores: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        return chat_logprobs(self._texts, scores) if self._body.logprobs else None
+    async def _logprobs(self, scores: Sequence[Scores]) -> dict[str, Any] | None:
+        return {"content": await tell_logprobs(self._texts, scores), "refusal": None} if self._body.logprobs else None
 
     def error_event(self, error: ApiError) -> bytes:
         """What a stream says when it cannot go on."""
@@ -86,7 +87,7 @@ class ChatAnswer:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
 
-async def answer_chat(service: Service, body: ChatRequest) -> ChatAnswer:
+async def answer_chat(service: Service, body: ChatRequest, client: str) -> ChatAnswer:
     """Check, tokenize and start. Raises ApiError."""
     model = service.check_model(body.model)
     refuse_unsupported(body)
@@ -100,7 +101,7 @@ async def answer_chat(service: Service, body: ChatRequest) -> ChatAnswer:
     max_tokens = service.room_for(prompt, body.max_completion_tokens or body.max_tokens, param="messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = service.params(body, max_tokens, body.stop, logprobs=logprobs)
-    generation = service.start([Plan(prompt, params)], body.n, body.timeout)
+    generation = service.start([Plan(prompt, params)], body.n, body.timeout, client)
     return ChatAnswer(generation, body, model, service.token_texts)
 
 
@@ -113,5 +114,5 @@ def usage(choices: list[Choice] | Any) -> dict[str, Any]:
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": sum(flight.num_cached for flight in prompts.values())},
+        "prompt_tokens_details": {"cached_tokens": sum(flight.num_cached or 0 for flight in prompts.values())},
     }

@@ -8,9 +8,8 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from gapless.core.outcome import TokenLogprob
 from gapless.server.chat import usage
-from gapless.server.errors import ApiError
+from gapless.server.errors import ApiError, dump_early
 from gapless.server.generation import Generation, Piece
 from gapless.server.logprobs import CompletionLogprobs, TokenTexts
 from gapless.server.protocol import CompletionRequest, refuse_unsupported
@@ -41,15 +40,15 @@ class CompletionAnswer:
         choices = []
         for choice in self._generation.choices:
             piece = Piece(choice, choice.text, choice.tokens, choice.finish_reason, choice.logprobs)
-            choices.append(self._choice(piece))
-            await asyncio.sleep(0)  # a prompt's log-probabilities take a while to tell: others have their turn
+            choices.append(await dump_early(await self._choice(piece)))
         return self._head() | {"choices": choices, "usage": usage(self._generation.choices)}
 
     async def events(self) -> AsyncIterator[bytes]:
         """Chunks of each choice as they come, then usage if asked for, then [DONE]."""
         async for pieces in self._generation.pieces():
-            told = [self._choice(piece) for piece in pieces if self._says_anything(piece)]
-            yield b"".join(event(self._head() | {"choices": [choice]}) for choice in told)
+            for piece in pieces:
+                if self._says_anything(piece):
+                    yield event(self._head() | {"choices": [await self._choice(piece)]})
         options = self._body.stream_options
         if options is not None and options.include_usage:
             yield event(self._head() | {"choices": [], "usage": usage(self._generation.choices)})
@@ -58,17 +57,17 @@ class CompletionAnswer:
     def _says_anything(self, piece: Piece) -> bool:
         return bool(piece.text or piece.finish_reason or piece.logprobs or self._tells_ids)
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    async def _choice(self, piece: Piece) -> dict[str, Any]:
         """A piece on the wire. The first one of a choice echoes its prompt, if asked to."""
         choice, text = piece.choice, piece.text
         tokens: list[int] = list(piece.tokens)
-        scores: list[TokenLogprob | None] = list(piece.logprobs)
+        scores = piece.logprobs
         if self._echoes and choice.index not in self._begun:
             self._begun.add(choice.index)
             text = self._echoes[choice.index] + text
             tokens = [*choice.flight.prompt, *tokens]
-            scores = [*(choice.flight.prompt_logprobs or ()), *scores]
-        logprobs = self._logprobs[choice.index].tell(tokens, scores) if self._logprobs else None
+            scores = [*choice.flight.prompt_logprobs, *scores]
+        logprobs = await self._logprobs[choice.index].tell(tokens, scores) if self._logprobs else None
         told = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
         return told | {"token_ids": list(piece.tokens)} if self._tells_ids else told
 
@@ -84,7 +83,7 @@ class CompletionAnswer:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model}
 
 
-async def answer_completion(service: Service, body: CompletionRequest) -> CompletionAnswer:
+async def answer_completion(service: Service, body: CompletionRequest, client: str) -> CompletionAnswer:
     """Check, tokenize and start. Raises ApiError."""
     model = service.check_model(body.model)
     refuse_unsupported(body)
@@ -98,8 +97,10 @@ async def answer_completion(service: Service, body: CompletionRequest) -> Comple
         max_tokens = max(1, service.room_for(prompt, max(1, wanted), param="prompt"))
         scores = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
         plans.append(Plan(prompt, service.params(body, max_tokens, body.stop, **scores), shows_tokens=wanted > 0))
-    echoes = [service.decode(prompt) for prompt in prompts for _ in range(body.n or 1)] if body.echo else []
-    return CompletionAnswer(service.start(plans, body.n, body.timeout), body, model, echoes, service.token_texts)
+    texts = [await service.decode(prompt) for prompt in prompts] if body.echo else []
+    echoes = [text for text in texts for _ in range(body.n or 1)]
+    generation = service.start(plans, body.n, body.timeout, client)
+    return CompletionAnswer(generation, body, model, echoes, service.token_texts)
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:

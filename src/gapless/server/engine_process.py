@@ -47,16 +47,19 @@ from gapless.server.messages import (
     Pulse,
     ReadTimeline,
     Ready,
+    Scores,
     Span,
     Start,
     Submit,
     Timeline,
     ToEngine,
+    pack_scores,
 )
 
 PULSE_S = 0.2
 CAUSES_EVERY = 5  # pulses, while requests run: why the device idled takes almost a millisecond to add up
 LANES = ("cpu", "h2d", "gpu", "d2h")
+SCORES = 64  # log-probabilities of a prompt that are packed, and later unpacked, at once
 MAX_SPANS = 3000  # of a lane in one message: the latest
 EXIT_FAILED = 70
 STARTED = struct.Struct("<q")
@@ -210,8 +213,8 @@ class EngineProcess:
             ids=[id for id, _, _ in tokens],
             tokens=[token for _, token, _ in tokens],
             over=[item for item in items if isinstance(item, Over)],
-            logprobs={i: score for i, (_, _, score) in enumerate(tokens) if score is not None},
-            prompt_logprobs={item.id: list(prompt_logprobs(item.request) or ()) for item in scored},
+            logprobs={i: pack_scores([score]) for i, (_, _, score) in enumerate(tokens) if score is not None},
+            prompt_logprobs={item.id: _prompt_scores(item.request) for item in scored},
         )
 
     def _send_pulses(self) -> None:
@@ -233,6 +236,11 @@ def _or_exit(target: object) -> None:
     except BaseException:
         log.exception("a thread of the engine process died")
         os._exit(EXIT_FAILED)
+
+
+def _prompt_scores(request: Request) -> list[Scores]:
+    scores = prompt_logprobs(request) or ()
+    return [pack_scores(scores[start : start + SCORES]) for start in range(0, len(scores), SCORES)]
 
 
 def describe(engine: Engine) -> Ready:

@@ -5,6 +5,7 @@ Knows no engine. Every answer of the server that is not a success goes through h
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -57,7 +58,14 @@ def dump(value: Any) -> bytes:
     try:
         return _encode(value)
     except UnicodeEncodeError:
-        return json.dumps(value, separators=(",", ":")).encode("ascii")
+        return json.dumps(value, separators=(",", ":"), default=msgspec.json.decode).encode("ascii")
+
+
+async def dump_early(value: Any) -> msgspec.Raw:
+    """A part of an answer, dumped before the rest: others have their turn afterwards."""
+    data = msgspec.Raw(dump(value))
+    await asyncio.sleep(0)
+    return data
 
 
 def _kind(status: int) -> str:

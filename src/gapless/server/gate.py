@@ -1,4 +1,5 @@
-"""What every HTTP request passes on its way in and out: an id, the API key, the size of its body, the access log.
+"""What every HTTP request passes on its way in and out: an id, the host it asks for, the API key, the size of its body,
+the access log.
 
 A plain ASGI middleware. Answers with the OpenAI error object whatever it does not let through. Knows no routes.
 """
@@ -6,6 +7,7 @@ A plain ASGI middleware. Answers with the OpenAI error object whatever it does n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -21,6 +23,8 @@ from gapless.server.options import ServerOptions
 from gapless.server.traces import Traces
 
 QUIET_PATHS = frozenset(("/health", "/ready", "/metrics", "/state"))  # asked for all the time: logged when debugging
+CLIENT = "gapless.client"  # in a scope: whose request it is, by key or by address
+LINGER_S = 2.0  # for the rest of a body that was not wanted
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"))
 log = logging.getLogger("gapless.server.access")
 
@@ -34,6 +38,7 @@ class Gate:
         self._app = app
         self._options = options
         self._keys = [_digest(key) for key in keys]
+        self._hosts = options.allowed_hosts(has_keys=bool(keys))
         self._metrics = metrics
         self._traces = traces
 
@@ -57,18 +62,28 @@ class Gate:
             self._record(scope, passage, time.monotonic() - started_s)
 
     async def _pass(self, scope: Scope, passage: Passage) -> None:
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
+        self._check_host(_host_name(_header(scope, b"host")))
+        key = self._find_key(scope)
+        if self._keys and scope["path"] not in OPEN_PATHS and key is None:
             raise ApiError(401, "missing or wrong API key", code="invalid_api_key")
+        scope[CLIENT] = f"key {key}" if key is not None else (scope.get("client") or [""])[0]
         declared = _header(scope, b"content-length")
         if declared.isdigit() and int(declared) > self._options.max_body_bytes:
             raise passage.too_large()
         await self._app(scope, passage.receive, passage.send)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _check_host(self, name: str) -> None:
+        """Raise ApiError for a name that is not this server's. No browser leaves it out."""
+        if self._hosts and name and name not in self._hosts:
+            text = f"this server is not {name!r}; it can be told to be with --allowed-host"
+            raise ApiError(403, text, code="host_not_allowed")
+
+    def _find_key(self, scope: Scope) -> int | None:
+        """Which of the keys was sent."""
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
         given = hashlib.sha256(key.strip()).digest()
         matches = [hmac.compare_digest(given, known) for known in self._keys]  # all of them, every time
-        return any(matches) and scheme.lower() == b"bearer"
+        return matches.index(True) if any(matches) and scheme.lower() == b"bearer" else None
 
     def _record(self, scope: Scope, passage: Passage, seconds: float) -> None:
         status = passage.status
@@ -123,19 +138,30 @@ class Passage:
     async def send(self, message: Message) -> None:
         if self._failure is not None:
             await self.refuse(self._failure)
-            return
+        else:
+            await self._answer(message)
+
+    async def _answer(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message = {**message, "headers": [*message["headers"], (b"x-request-id", self.id.encode())]}
+        elif not message.get("more_body", False) and not self._is_complete:
+            await self._send({**message, "more_body": True})
+            await self._discard()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
+
+    async def _discard(self) -> None:
+        """Take the rest of the body, for a while: who is still sending would lose the answer with the connection."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while not self._is_complete:
+                    self._is_complete = not (await self._receive()).get("more_body", False)
 
     async def refuse(self, error: ApiError) -> None:
         """Answer with an error, unless an answer has begun."""
         if self.status == 0:
-            self.status = error.status
-            answer = error_response(error)
-            answer.headers["x-request-id"] = self.id
-            await answer(self._scope, self._receive, self._send)
+            await error_response(error)(self._scope, self._receive, self._answer)
 
     def too_large(self) -> ApiError:
         return ApiError(413, f"the request body is larger than {self._options.max_body}", code="body_too_large")
@@ -143,6 +169,12 @@ class Passage:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
+
+
+def _host_name(header: bytes) -> str:
+    """Without port, brackets and case."""
+    text = header.decode("latin-1").strip().lower()
+    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0].removesuffix(".")
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from gapless.core.outcome import TokenLogprob
 from gapless.server.errors import ApiError
+from gapless.server.messages import Scores
 from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
 from gapless.text.assembler import Assembler
@@ -25,7 +25,7 @@ class Piece:
     text: str
     tokens: Sequence[int]
     finish_reason: str | None
-    logprobs: Sequence[TokenLogprob] = ()  # one for each token, if asked for
+    logprobs: Sequence[Scores] = ()  # one for each token, if asked for
 
 
 class Choice:
@@ -48,7 +48,7 @@ class Choice:
         return self._assembler.token_ids
 
     @property
-    def logprobs(self) -> Sequence[TokenLogprob]:
+    def logprobs(self) -> Sequence[Scores]:
         return self.flight.logprobs[: self.num_tokens]
 
     @property

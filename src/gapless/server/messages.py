@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,9 @@ from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
 
 Span = tuple[float, float, str]  # begin and end, in seconds before now, and what it was
+Scores = bytes  # log-probabilities of a token, or of some in a row, packed: most of the time they are only passed on
+_encode_scores = msgspec.msgpack.Encoder().encode
+_decode_scores = msgspec.msgpack.Decoder(list[TokenLogprob | None]).decode
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -111,8 +114,8 @@ class News(Message, frozen=True):
     ids: list[int]
     tokens: list[int]
     over: list[Over]
-    logprobs: dict[int, TokenLogprob] = {}  # by index in `tokens`, of those who asked
-    prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}  # by request, with its first token
+    logprobs: dict[int, Scores] = {}  # by index in `tokens`, of those who asked
+    prompt_logprobs: dict[int, list[Scores]] = {}  # by request, with its first token
 
 
 class Pong(Message, frozen=True):
@@ -155,6 +158,14 @@ class Log(Message, frozen=True):
 
 
 FromEngine = Loading | LoadFailed | Ready | News | Pong | Pulse | Timeline | Failed | Log
+
+
+def pack_scores(scores: Sequence[TokenLogprob | None]) -> Scores:
+    return _encode_scores(scores)
+
+
+def unpack_scores(scores: Scores) -> list[TokenLogprob | None]:
+    return _decode_scores(scores)
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:

@@ -6,6 +6,7 @@ Frozen, and each value valid once it exists. Knows nothing of the engine's own o
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,12 @@ class ServerOptions:
     api_key: tuple[str, ...] = _option((), "key that clients must send; repeatable; also from GAPLESS_API_KEY")
     api_key_file: str | None = _option(None, "file with one key a line")
     cors_origin: tuple[str, ...] = _option((), "origin whose pages may call the server from a browser; repeatable")
+    allowed_host: tuple[str, ...] = _option((), "name in the Host header to allow beside the server's own; * is any")
+    ssl_certfile: str | None = _option(None, "certificate chain in PEM format: speak HTTPS")
+    ssl_keyfile: str | None = _option(None, "its private key; default: in the same file")
     log_file: str | None = _option(None, "append the JSON log to this file; default: standard error")
     max_queue: int = _option(1024, "requests that may wait beyond those that run; more get status 429")
+    max_per_client: int = _option(0, "of those that run or wait, at most so many of one key, or address; 0 is any")
     max_body: str = _option("4MiB", "size of a request body at most")
     max_n: int = _option(16, "choices for one prompt at most")
     max_choices: int = _option(1024, "prompts of one request times n at most")
@@ -38,6 +43,7 @@ class ServerOptions:
     max_stop: int = _option(16, "stop strings of one request at most")
     max_stop_length: int = _option(256, "characters of one stop string at most")
     request_timeout: float = _option(600.0, "seconds that one request may take, queue included")
+    header_timeout: float = _option(10.0, "seconds that a client may take to send the headers of a request")
     body_timeout: float = _option(30.0, "seconds that a client may take to send its request body")
     write_timeout: float = _option(60.0, "seconds without a byte taken of a stream, before its client is gone")
     template_timeout: float = _option(2.0, "seconds that the chat template may take to render a conversation")
@@ -49,13 +55,16 @@ class ServerOptions:
         parse_bytes("max_body", self.max_body)
         _whole("port", self.port, 0, 65535)
         _whole("max_queue", self.max_queue, 0, 2**20)
+        _whole("max_per_client", self.max_per_client, 0, 2**20)
         for name in ("max_n", "max_choices", "max_output_tokens", "max_stop_length"):
             _whole(name, getattr(self, name), 1, 2**31 - 1)
         for name in ("max_logprobs", "max_stop"):
             _whole(name, getattr(self, name), 0, 2**31 - 1)
-        for name in ("request", "body", "write", "template", "health", "step"):
+        for name in ("request", "header", "body", "write", "template", "health", "step"):
             _seconds(f"{name}_timeout", getattr(self, f"{name}_timeout"), above_zero=True)
         _seconds("drain_timeout", self.drain_timeout, above_zero=False)
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile needs ssl_certfile")
 
     @property
     def max_body_bytes(self) -> int:
@@ -69,6 +78,26 @@ class ServerOptions:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    def allowed_hosts(self, *, has_keys: bool) -> frozenset[str]:
+        """Names that the Host header may have; none is any.
+
+        A page of another site can point its own name at the loopback address and then is of the same origin as a
+        server there. Its browser still says the name. A key would stop it too, and so would a server that others reach.
+        """
+        if "*" in self.allowed_host or not (self.allowed_host or (self.is_loopback and not has_keys)):
+            return frozenset()
+        return frozenset(host.lower() for host in ("localhost", "127.0.0.1", "::1", self.host, *self.allowed_host))
+
+    def check_tls(self) -> None:
+        """Raise ConfigError unless certificate and key can be used."""
+        if self.ssl_certfile is not None:
+            try:
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
+            except OSError as error:
+                files = " and ".join(name for name in (self.ssl_certfile, self.ssl_keyfile) if name is not None)
+                raise ConfigError(f"ssl_certfile {files}: {error}") from error
 
 
 def read_keys(options: ServerOptions, from_environment: str | None) -> tuple[str, ...]:

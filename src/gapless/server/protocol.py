@@ -110,7 +110,7 @@ def _check_list(values: list[Any]) -> bool:
 
 
 def _check_ids(values: Any) -> bool:
-    return {type(value) for value in values} <= {int} and (not values or 0 <= min(values) <= max(values) < 2**31)
+    return set(map(type, values)) <= {int} and (not values or 0 <= min(values) <= max(values) < 2**31)
 
 
 def _check_token_ids(value: object) -> object:
@@ -180,7 +180,8 @@ class ResponsesRequest(Sampling):
     store: bool | None = None
     metadata: dict[str, str] | None = None
     stream_options: StreamOptions | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    include: list[str] | None = Field(None, description='may have "message.output_text.logprobs"')
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
 
 
 class TokenizeRequest(Body):

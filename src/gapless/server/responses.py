@@ -13,12 +13,14 @@ from typing import Any
 
 from gapless.server.errors import ApiError
 from gapless.server.generation import Generation
+from gapless.server.logprobs import TokenTexts, tell_logprobs
 from gapless.server.protocol import ResponsesRequest, refuse_unsupported
 from gapless.server.service import Plan, Service
 from gapless.server.sse import event
 
 MAX_KEPT = 1000
 MAX_KEPT_CHARACTERS = 64 * 2**20
+LOGPROBS = "message.output_text.logprobs"  # the one thing that can be included
 TEXT_KINDS = ("input_text", "output_text", "text")
 Talk = list[dict[str, Any]]
 
@@ -48,8 +50,17 @@ class Memory:
 class ResponseAnswer:
     """One turn being answered."""
 
-    def __init__(self, generation: Generation, body: ResponsesRequest, model: str, talk: Talk, memory: Memory) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        body: ResponsesRequest,
+        model: str,
+        talk: Talk,
+        memory: Memory,
+        texts: TokenTexts,
+    ) -> None:
         self._generation = generation
+        self._texts = texts
         self._body = body
         self._model = model
         self._talk = talk
@@ -61,7 +72,7 @@ class ResponseAnswer:
 
     async def whole(self) -> dict[str, Any]:
         await self._generation.finish()
-        return self._finished()
+        return await self._finished()
 
     async def events(self) -> AsyncIterator[bytes]:
         """The events of the API, numbered; the last one carries the whole response."""
@@ -72,13 +83,15 @@ class ResponseAnswer:
         yield self._event("response.content_part.added", **place, part=_part(""))
         async for pieces in self._generation.pieces():
             for piece in pieces:
-                if piece.text:
-                    yield self._event("response.output_text.delta", **place, delta=piece.text, logprobs=[])
-        response = self._finished()
-        text = self._generation.choices[0].text
-        yield self._event("response.output_text.done", **place, text=text, logprobs=[])
-        yield self._event("response.content_part.done", **place, part=_part(text))
-        yield self._event("response.output_item.done", output_index=0, item=response["output"][0])
+                if piece.text or piece.logprobs:
+                    scores = await tell_logprobs(self._texts, piece.logprobs, with_bytes=False)
+                    yield self._event("response.output_text.delta", **place, delta=piece.text, logprobs=scores)
+        response = await self._finished()
+        item, choice = response["output"][0], self._generation.choices[0]
+        scores = await tell_logprobs(self._texts, choice.logprobs, with_bytes=False)
+        yield self._event("response.output_text.done", **place, text=choice.text, logprobs=scores)
+        yield self._event("response.content_part.done", **place, part=item["content"][0])
+        yield self._event("response.output_item.done", output_index=0, item=item)
         yield self._event(f"response.{response['status']}", response=response)
 
     def error_event(self, error: ApiError) -> bytes:
@@ -92,16 +105,17 @@ class ResponseAnswer:
         """Nobody waits for the answer any more."""
         self._generation.abort()
 
-    def _finished(self) -> dict[str, Any]:
+    async def _finished(self) -> dict[str, Any]:
         choice = self._generation.choices[0]
         status = "incomplete" if choice.finish_reason == "length" else "completed"
-        response = self._response(status, [self._item(status, choice.text)])
+        part = _part(choice.text) | {"logprobs": await tell_logprobs(self._texts, choice.logprobs)}
+        response = self._response(status, [self._item(status, part)])
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         flight = choice.flight
         response["usage"] = {
             "input_tokens": len(flight.prompt),
-            "input_tokens_details": {"cached_tokens": flight.num_cached},
+            "input_tokens_details": {"cached_tokens": flight.num_cached or 0},
             "output_tokens": choice.num_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": len(flight.prompt) + choice.num_tokens,
@@ -110,8 +124,8 @@ class ResponseAnswer:
             self._memory.keep(self._id, [*self._talk, {"role": "assistant", "content": choice.text}])
         return response
 
-    def _item(self, status: str, text: str | None) -> dict[str, Any]:
-        content = [_part(text)] if text is not None else []
+    def _item(self, status: str, part: dict[str, Any] | None) -> dict[str, Any]:
+        content = [part] if part is not None else []
         return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -135,6 +149,7 @@ class ResponseAnswer:
             "text": {"format": {"type": "text"}},
             "tool_choice": "none",
             "tools": [],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -146,18 +161,30 @@ class ResponseAnswer:
         return event({"type": kind, "sequence_number": number, **data}, kind)
 
 
-async def answer_response(service: Service, body: ResponsesRequest, memory: Memory) -> ResponseAnswer:
+async def answer_response(service: Service, body: ResponsesRequest, memory: Memory, client: str) -> ResponseAnswer:
     """Check, tokenize and start. Raises ApiError."""
     model = service.check_model(body.model)
     refuse_unsupported(body)
+    logprobs = _num_logprobs(service, body)
     earlier = memory.recall(body.previous_response_id) if body.previous_response_id is not None else []
     talk = [*earlier, *_turns(body.input)]
     instructed: Talk = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
     prompt = await service.encode_chat([*instructed, *talk])
     max_tokens = service.room_for(prompt, body.max_output_tokens, param="input")
-    params = service.params(body, max_tokens, None)
-    generation = service.start([Plan(prompt, params)], None, body.timeout)
-    return ResponseAnswer(generation, body, model, talk, memory)
+    params = service.params(body, max_tokens, None, logprobs=logprobs)
+    generation = service.start([Plan(prompt, params)], None, body.timeout, client)
+    return ResponseAnswer(generation, body, model, talk, memory, service.token_texts)
+
+
+def _num_logprobs(service: Service, body: ResponsesRequest) -> int | None:
+    """How many of the likeliest tokens to tell for each position, beside the token itself; None for nothing at all."""
+    for name in body.include or ():
+        if name != LOGPROBS:
+            raise ApiError(400, f"{name!r} cannot be included", param="include", code="unsupported_parameter")
+    if body.top_logprobs and not body.include:
+        raise ApiError(400, f"top_logprobs needs include to have {LOGPROBS!r}", param="top_logprobs")
+    service.check_logprobs(body.top_logprobs, param="top_logprobs")
+    return (body.top_logprobs or 0) if body.include else None
 
 
 def _turns(given: str | list[dict[str, Any]]) -> Talk:

@@ -3,12 +3,14 @@
 Owns flights. Knows no process and no socket: it is told what happened and says whom to send to the engine next.
 
     held --due--> sent --started--> running --over--> gone
-      ^------------- crash ------------'
+      ^------- crash, or called back --'
 
-A crash sends everybody back to be held. Whoever was running in two crashes with no token in between is a suspect.
-Suspects run one at a time, while all others that have not proved themselves wait; a new token clears a suspect. One
-that takes the engine down again is refused, alone. A SIGKILL may be the operator's or the memory's and not due to any
-request: then it takes more of them before a request is refused.
+A crash sends everybody back to be held. Whoever ran in it is a suspect. Each suspect has the engine for itself for a
+few tokens and is then called back, until all were heard; everybody else waits. So a second crash names exactly one, who
+is refused; the others are cleared by it. The latest to arrive is tried first: who just came is the likeliest.
+
+A SIGKILL from outside is most likely not due to any request: only who ran in two of them with no token in between is a
+suspect then, and it takes more of them before a request is refused.
 """
 
 from __future__ import annotations
@@ -20,12 +22,11 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
-from gapless.server.messages import Over
+from gapless.server.messages import Over, Scores
 
-MAX_CRASHES = 2  # while a request ran, with no token between them: then it is a suspect
-MAX_KILLS = 4  # the same, all from outside: then a suspect that ran alone is refused
+MANY_KILLS = 2  # from outside, while a request ran, with no token between them: then it is a suspect too
+MAX_KILLS = 4  # the same: then a suspect is refused
 
 
 @dataclass(eq=False, slots=True)
@@ -37,13 +38,14 @@ class Flight:
     params: SamplingParams  # with its seed
     changed: asyncio.Event  # set when anything below has changed; the reader clears it
     tokens: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each of `tokens`, if asked for
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first token, if asked for
-    num_cached: int = 0
+    logprobs: list[Scores] = field(default_factory=list)  # one for each of `tokens`, if asked for
+    prompt_logprobs: list[Scores] = field(default_factory=list)  # with the first token, if asked for
+    num_cached: int | None = None  # of the prompt, when it was first let go of
     over: Over | None = None
     sent: bool = False
     started: bool = False
-    num_crashes: int = 0  # while it ran, with no token between them
+    called_back: bool = False  # and not yet there
+    num_kills: int = 0  # of the engine from outside while it ran, with no token between them
     num_tokens_at_crash: int = -1
     arrived_s: float = field(default_factory=time.monotonic)
     started_s: float | None = None  # the first time
@@ -54,7 +56,8 @@ class Flight:
 class Roster:
     """The flights, in order of arrival."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 2) -> None:
+        self._num_proofs = depth + 2  # tokens that clear a suspect: more than a crash can lose, so it is past its place
         self._flights: dict[int, Flight] = {}
         self._held: dict[int, Flight] = {}
         self._suspects: deque[Flight] = deque()
@@ -77,12 +80,27 @@ class Roster:
         """Whom to send now. They count as sent."""
         if self._on_trial is not None:
             return []
-        while self._suspects:
-            suspect = self._suspects.popleft()
-            if suspect.id in self._held:
-                self._on_trial = suspect
-                return self._send([suspect])
-        return self._send(list(self._held.values()))
+        if (suspect := self._next_suspect()) is not None:
+            self._on_trial = suspect
+            return self._send([self._suspects.popleft()])
+        return self._send(sorted(self._held.values(), key=lambda flight: flight.id))
+
+    def due_back(self) -> Flight | None:
+        """Whom to call back from the engine: a suspect that was heard, while others wait for their trial."""
+        flight = self._on_trial
+        if flight is None or flight.called_back or _progress(flight) < self._num_proofs:
+            return None
+        if self._next_suspect() is None:
+            self._on_trial = None
+            return None
+        flight.called_back = True
+        return flight
+
+    def _next_suspect(self) -> Flight | None:
+        """The first that is still there; it stays in its place."""
+        while self._suspects and self._suspects[0].id not in self._held:
+            self._suspects.popleft()
+        return self._suspects[0] if self._suspects else None
 
     def check(self) -> None:
         """Assert that nobody is lost or in two places. For tests."""
@@ -105,11 +123,11 @@ class Roster:
             if flight.started_s is None:
                 flight.started_s = time.monotonic()
 
-    def take_prompt_logprobs(self, id: int, scores: list[TokenLogprob | None]) -> None:
+    def take_prompt_logprobs(self, id: int, scores: list[Scores]) -> None:
         if (flight := self._flights.get(id)) is not None:
             flight.prompt_logprobs = scores
 
-    def take_token(self, id: int, token: int, logprob: TokenLogprob | None = None) -> Flight | None:
+    def take_token(self, id: int, token: int, logprob: Scores | None = None) -> Flight | None:
         """None for a flight that left already."""
         flight = self._flights.get(id)
         if flight is None:
@@ -120,9 +138,18 @@ class Roster:
         if logprob is not None:
             flight.logprobs.append(logprob)
         flight.changed.set()
-        if flight is self._on_trial:
-            self._on_trial = None
         return flight
+
+    def take_back(self, over: Over) -> bool:
+        """Whether this is the end of a flight's trial, and not its own: then it is held again."""
+        flight = self._flights.get(over.id)
+        if flight is None or not flight.called_back or over.reason != "abort":
+            return False
+        _keep_cached(flight, over)
+        _land(flight)
+        self._held[flight.id] = flight
+        self._on_trial = None
+        return True
 
     def end(self, over: Over) -> Flight | None:
         """A flight is over, for whatever reason. None if it was already."""
@@ -132,7 +159,7 @@ class Roster:
         self._held.pop(over.id, None)
         flight.over = over
         flight.over_s = time.monotonic()
-        flight.num_cached = flight.num_cached or over.num_cached
+        _keep_cached(flight, over)
         flight.changed.set()
         if flight is self._on_trial:
             self._on_trial = None
@@ -143,21 +170,39 @@ class Roster:
 
         `blamed` are those of the step that failed; empty when the engine could not tell.
         """
+        tried = self._on_trial
         running = [flight for flight in self._flights.values() if flight.started]
         suspects = [flight for flight in running if flight.id in blamed] or running
-        if self._on_trial is not None and self._on_trial.sent:
-            suspects = [self._on_trial]
         for flight in suspects:
-            made_progress = len(flight.tokens) > flight.num_tokens_at_crash
-            flight.num_crashes = 1 if made_progress else flight.num_crashes + 1
+            flight.num_kills = flight.num_kills + 1 if from_outside and _progress(flight) == 0 else int(from_outside)
             flight.num_tokens_at_crash = len(flight.tokens)
-        repeated = [flight for flight in suspects if flight.num_crashes >= MAX_CRASHES]
-        enough = MAX_KILLS if from_outside else MAX_CRASHES
-        refused = [flight for flight in repeated if len(suspects) == 1 and flight.num_crashes >= enough]
-        self._suspects.extend(flight for flight in repeated if flight not in refused)
+        if from_outside:
+            suspects = [flight for flight in suspects if flight.num_kills >= MANY_KILLS]
+        enough = MAX_KILLS if from_outside else 0
+        refused = [flight for flight in suspects if flight is tried and flight.num_kills >= enough]
+        if refused and not from_outside:
+            self._suspects.clear()
+        elif tried is not None:
+            self._suspects.appendleft(tried)
+        else:
+            self._suspects.extend(sorted(suspects, key=lambda flight: -flight.id))
         self._on_trial = None
         for flight in self._flights.values():
-            flight.sent = flight.started = False
-        unlucky_first = sorted(self._flights.values(), key=lambda flight: -flight.num_crashes)
-        self._held = {flight.id: flight for flight in unlucky_first}
+            _land(flight)
+        self._held = dict(self._flights)
         return refused
+
+
+def _progress(flight: Flight) -> int:
+    """New tokens since the last crash in which it ran."""
+    return len(flight.tokens) - flight.num_tokens_at_crash
+
+
+def _land(flight: Flight) -> None:
+    flight.sent = flight.started = flight.called_back = False
+
+
+def _keep_cached(flight: Flight, over: Over) -> None:
+    """What the prefix cache had for it when it came, not what of it was there when it came again."""
+    if flight.num_cached is None:
+        flight.num_cached = over.num_cached

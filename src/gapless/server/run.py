@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 def serve(options: ServerOptions, engine: EngineOptions, command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serve until told to stop; returns the exit status. Raises GaplessError when it cannot start."""
     keys = read_keys(options, api_key())
+    options.check_tls()
     source = resolve(engine.model)
     tokenizer = _tokenizer(source)
     sock = _listen(options)
@@ -79,7 +81,8 @@ async def _serve(
     host, port = sock.getsockname()[:2]
     if tokenizer is not None and tokenizer.chat_template is not None:
         await renderer.start()
-    log.info("listening on http://%s:%d", host, port, extra={"port": port, "model": source.name})
+    scheme = "http" if options.ssl_certfile is None else "https"
+    log.info("listening on %s://%s:%d", scheme, host, port, extra={"port": port, "model": source.name})
     try:
         return await Life(service, app, sock).run()
     finally:
@@ -92,12 +95,13 @@ class Life:
     """Server and supervisor side by side, until a signal or a failure."""
 
     def __init__(self, service: Service, app: FastAPI, sock: socket.socket) -> None:
+        options = service.options
         self._service = service
         self._sock = sock
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=Http,
+                http=partial(Http, header_timeout_s=options.header_timeout),  # type: ignore[arg-type]
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -105,6 +109,8 @@ class Life:
                 backlog=BACKLOG,
                 server_header=False,
                 timeout_graceful_shutdown=int(SHUTDOWN_S),
+                ssl_certfile=options.ssl_certfile,
+                ssl_keyfile=options.ssl_keyfile,
             )
         )
         self._num_signals = 0

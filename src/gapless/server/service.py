@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from gapless.server.logprobs import TokenTexts
 from gapless.server.messages import Ready
 from gapless.server.options import ServerOptions
 from gapless.server.protocol import Message, Sampling
+from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
 from gapless.server.template_process import Renderer
 from gapless.text.assembler import Assembler
@@ -57,6 +59,9 @@ class Service:
         self.token_texts = TokenTexts(tokenizer)
         self.created = int(time.time())
         self.draining = False
+        self._clients: dict[int, str] = {}  # of flights that are not over, by id
+        self._num_of_client: Counter[str] = Counter()
+        supervisor.on_over.append(self._forget)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -73,7 +78,7 @@ class Service:
             return "draining"
         if not self.supervisor.is_ready:
             return "loading" if self.supervisor.info is None else "restarting"
-        return None
+        return "recovering" if self.supervisor.roster.in_quarantine else None
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ApiError for one that is not served."""
@@ -107,8 +112,12 @@ class Service:
             raise ApiError(400, str(error), param="messages") from None
         return await self.encode(text, param="messages", add_special_tokens=False)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer().decode(tokens, skip_special_tokens=False)
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, special ones included. Raises ApiError."""
+        tokenizer = self._tokenizer()
+        if len(tokens) < LONG_TEXT:
+            return tokenizer.decode(tokens, skip_special_tokens=False)
+        return await asyncio.to_thread(tokenizer.decode, tokens, skip_special_tokens=False)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -187,33 +196,45 @@ class Service:
             message = f"{total} choices; the server allows {self.options.max_choices}"
             raise ApiError(400, message, param="n" if num_prompts == 1 else "prompt")
 
-    def start(self, plans: Sequence[Plan], n: int | None, timeout_s: float | None) -> Generation:
+    def start(self, plans: Sequence[Plan], n: int | None, timeout_s: float | None, client: str) -> Generation:
         """Send prompts to the engine, each n times. Raises ApiError when there is no room for them."""
         count = n or 1
-        self._admit(len(plans) * count)
+        self._admit(len(plans) * count, client)
         changed = asyncio.Event()
         limit_s = min(timeout_s or self.options.request_timeout, self.options.request_timeout)
         choices: list[Choice] = []
         for plan in plans:
             for number in range(count):
                 flight = self.supervisor.submit(plan.prompt, _nth(plan.params, number), changed)
+                self._clients[flight.id] = client
+                self._num_of_client[client] += 1
                 assembler = Assembler(self.tokenizer, plan.params.stop)
                 choices.append(Choice(len(choices), flight, assembler, shows_tokens=plan.shows_tokens))
         return Generation(self.supervisor, choices, changed, asyncio.get_running_loop().time() + limit_s)
 
-    def _admit(self, count: int) -> None:
+    def _forget(self, flight: Flight) -> None:
+        client = self._clients.pop(flight.id)
+        self._num_of_client[client] -= 1
+        if not self._num_of_client[client]:
+            del self._num_of_client[client]
+
+    def _admit(self, count: int, client: str) -> None:
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
-        most = self.info.num_rows + self.options.max_queue
-        if len(self.supervisor.roster) + count > most:
-            message = f"{len(self.supervisor.roster)} requests are running or waiting, at most {most} may"
+        allowed, most = self.options.max_per_client, self.info.num_rows + self.options.max_queue
+        if (there := len(self.supervisor.roster)) + count > most:
+            message = f"{there} requests run or wait; with these {count} more than the {most} that may"
             raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
+        if allowed and (own := self._num_of_client[client]) + count > allowed:
+            message = f"{own} of your requests run or wait; with these {count} more than the {allowed} that may"
+            raise ApiError(429, message, code="client_queue_full", retry_after_s=RETRY_AFTER_S)
 
 
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as templates expect them. `developer` is a newer name of `system`."""
     return [
-        message.model_dump(exclude_unset=True) | {"role": "system" if message.role == "developer" else message.role}
+        {name: value for name, value in message if name in message.model_fields_set}
+        | {"role": "system" if message.role == "developer" else message.role}
         for message in messages
     ]
 

@@ -1,4 +1,4 @@
-"""Server-sent events, and answers that end with their client.
+"""Server-sent events, long answers, and answers that end with their client.
 
 `EventStream` writes events as an iterator makes them and waits for the client to take them: a slow reader makes only
 its own iterator wait. When the client goes away, the iterator is cancelled. Knows no engine.
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from gapless.server.errors import ApiError, dump
 
 DONE = b"data: [DONE]\n\n"
+PIECE_BYTES = 256 * 2**10  # of a long answer, written at once: the socket takes many megabytes if it can, all in one go
 T = TypeVar("T")
 
 
@@ -59,20 +60,37 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for data in self._events:
-                await self._write(send, data)
+                await _write(send, data, self._write_timeout_s)
         except ApiError as error:
-            await self._write(send, self._on_error(error))
+            await _write(send, self._on_error(error), self._write_timeout_s)
         finally:
             await _close(self._events)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _write(self, send: Send, data: bytes) -> None:
-        """Wait until the client has room for it; one that takes nothing for too long is as good as gone."""
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except TimeoutError:
-            raise ClientGone from None
+
+class LongResponse(Response):
+    """JSON of any length, written piece by piece."""
+
+    def __init__(self, body: bytes, write_timeout_s: float) -> None:
+        super().__init__(body, media_type="application/json")
+        self._write_timeout_s = write_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        with contextlib.suppress(ClientGone):
+            for start in range(0, len(self.body), PIECE_BYTES):
+                await _write(send, bytes(self.body[start : start + PIECE_BYTES]), self._write_timeout_s)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _write(send: Send, data: bytes, timeout_s: float) -> None:
+    """Wait until the client has room for it; one that takes nothing for too long is as good as gone."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+    except TimeoutError:
+        raise ClientGone from None
+    await asyncio.sleep(0)
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

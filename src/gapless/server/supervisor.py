@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams, derive_seed
@@ -65,7 +66,7 @@ class Supervisor:
         self, options: EngineOptions, *, step_timeout_s: float = 60.0, command: Sequence[str] = ENGINE_COMMAND
     ) -> None:
         self.options = options
-        self.roster = Roster()
+        self.roster = Roster(2 if options.depth == "auto" else options.depth)
         self.info: Ready | None = None  # of the latest engine that was ready
         self.pulse: Pulse | None = None  # the latest, of the engine that runs
         self.num_restarts = 0
@@ -88,6 +89,7 @@ class Supervisor:
         self._turns = -1
         self._blamed: Collection[int] = ()
         self._cause = ""
+        self._num_oom_kills = 0  # of this machine, when the engine process was started
 
     @property
     def pid(self) -> int | None:
@@ -192,6 +194,7 @@ class Supervisor:
         self._started_fd, started_w = os.pipe()
         os.set_blocking(self._started_fd, False)
         self._blamed, self._cause, self.loaded_share = (), "", 0.0
+        self._num_oom_kills = count_oom_kills()
         try:
             self._process = spawn(self._command, (theirs.fileno(), started_w))
         finally:
@@ -221,8 +224,11 @@ class Supervisor:
         if not self._closing and not self.first_ready.is_set():
             raise EngineFailed(self._cause or f"the engine process died while loading: {_describe_exit(code)}")
         if not self._closing:
+            was_killed = code == -signal.SIGKILL and not self._cause
+            if was_killed and count_oom_kills() != self._num_oom_kills:
+                self._cause = "out of memory"
             log.error("the engine process died: %s", self._cause or _describe_exit(code), extra={"pid": process.pid})
-            self._settle_crash(from_outside=code == -signal.SIGKILL and not self._cause)
+            self._settle_crash(from_outside=was_killed and not self._cause)
 
     def _settle_crash(self, *, from_outside: bool) -> None:
         for flight in self.roster:
@@ -231,7 +237,7 @@ class Supervisor:
         for flight in self.roster.crash(self._blamed, from_outside=from_outside):
             text = f"this request was running each time the engine died ({self._cause or 'killed'}); it is not retried"
             self._end(Over(flight.id, "refused", error=text))
-            log.error("request refused after %d crashes", flight.num_crashes, extra={"flight": flight.id})
+            log.error("request refused: it took the engine down again", extra={"flight": flight.id})
         for callback in self.on_crash:
             callback()
 
@@ -313,8 +319,11 @@ class Supervisor:
         for index, (id, token) in enumerate(zip(news.ids, news.tokens, strict=True)):
             self.roster.take_token(id, token, news.logprobs.get(index))
         for over in news.over:
-            self._end(over)
+            if not self.roster.take_back(over):
+                self._end(over)
         if in_quarantine:
+            if (heard := self.roster.due_back()) is not None:
+                self._send(Abort(heard.id))
             self._send_due()
 
     def _end(self, over: Over) -> None:
@@ -329,6 +338,15 @@ class Supervisor:
                 for start in range(0, len(data), STARTED_BYTES):
                     self.roster.start(int.from_bytes(data[start : start + STARTED_BYTES], "little"))
             asyncio.get_running_loop().remove_reader(self._started_fd)
+
+
+def count_oom_kills(path: Path = Path("/proc/vmstat")) -> int:
+    """Processes that the system has killed for lack of memory; 0 where it does not say."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def _describe_exit(code: int) -> str:

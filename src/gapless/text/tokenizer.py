@@ -18,7 +18,7 @@ from gapless.text.gguf_tokenizer import read_gguf
 from gapless.text.hf_tokenizer import read_directory
 from gapless.text.parts import TokenizerParts
 
-LONG_TEXT = 2000  # characters; only as a batch does the library let other threads run meanwhile
+LONG_TEXT = 2000  # characters, or tokens; only as a batch does the library let other threads run meanwhile
 
 
 class Tokenizer:
@@ -85,7 +85,9 @@ class Tokenizer:
 
     def decode_raw(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """As `decode`, before the clean-up of spaces."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        if len(ids) < LONG_TEXT:
+            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        return str(self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def id_to_token(self, id: int) -> str | None:
         """The vocabulary's own spelling of a token; None where the id names nothing."""
