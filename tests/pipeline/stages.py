@@ -18,7 +18,6 @@ from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.proof.stage import Cast, ModelStage, Room, fresh_device
 from gapless.proof.tiny import tiny_stage
 from gapless.runner.native import why_not
-from gapless.runner.sampler import sample
 from toy import VOCAB, ToyModel, toy_runner
 
 
@@ -65,7 +64,7 @@ class Played:
     def replay(self) -> None:
         from gapless.runner import graphs
 
-        with patching(graphs, begin=begin, end=end, argmax=lambda logits: logits.argmax(dim=1), pick=pick):
+        with patching(graphs, begin=begin, end=end, argmax=lambda logits: logits.argmax(dim=1)):
             self._body()
 
 
@@ -92,10 +91,6 @@ def end(tokens, inputs, last_token, length, out) -> None:
     out[: len(tokens)] = tokens
     last_token[inputs.rows], length[inputs.rows] = tokens, inputs.lengths
     last_token[-1] = length[-1] = 0
-
-
-def pick(logits, rows, places, store) -> torch.Tensor:
-    return sample(logits, rows, places, store, random=True, filtered=True, min_tokens=True)
 
 
 def why_no_stage(name: str) -> str | None:

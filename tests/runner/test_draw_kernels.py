@@ -47,7 +47,9 @@ def both(
 ) -> tuple[list[int], list[int]]:
     rows = torch.arange(len(logits), device=DEVICE)
     expected = sample(logits.clone(), rows, places, store, random=True, filtered=True, min_tokens=min_tokens)
-    return pick(logits.clone(), rows, places, store, min_tokens=min_tokens, block=64).tolist(), expected.tolist()
+    bits = 16 if logits.dtype == torch.bfloat16 else 32
+    found = pick(logits.clone(), rows, places, store, min_tokens=min_tokens, key_bits=bits, block=64)
+    return found.tolist(), expected.tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,6 +59,27 @@ def test_the_kernel_chooses_what_the_torch_sampler_chooses(kind: str, dtype: tor
     store = on_device(make_store([KINDS[kind]] * count, seeds=range(count)))
     found, expected = both(some_logits(count, dtype), store, torch.arange(count, device=DEVICE) + 7)
     assert found == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_16_key_bits_tokens_are_drawn_from_rounded_logits(kind: str) -> None:
+    count = NUM_PLACES
+    store = on_device(make_store([KINDS[kind]] * count, seeds=range(count)))
+    rows, places = torch.arange(count, device=DEVICE), torch.arange(count, device=DEVICE) + 7
+    logits = some_logits(count)
+    found = pick(logits.clone(), rows, places, store, key_bits=16, block=64)
+    rounded = logits.bfloat16().float() if KINDS[kind].temperature else logits
+    expected = sample(rounded, rows, places, store, random=True, filtered=True, min_tokens=False)
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(temperature=1.0, top_k=1)])
+def test_the_best_of_logits_that_bfloat16_cannot_tell_apart(params: SamplingParams) -> None:
+    logits = torch.full((24, VOCAB), -9.0, device=DEVICE)
+    logits[:, 70], logits[:, 100] = 20.0, 20.01
+    store = on_device(make_store([params] * 24, seeds=range(24)))
+    rows = torch.arange(24, device=DEVICE)
+    assert set(pick(logits, rows, rows, store, key_bits=16, block=64).tolist()) == {100}
 
 
 def test_rows_of_every_kind_share_a_batch() -> None:

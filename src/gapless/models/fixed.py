@@ -37,11 +37,13 @@ def _fixed_product(
     tl.store(out + row[:, None] * N + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-def fixed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [m, K] times weight [N, K], plus bias [N]."""
+def fixed_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """x [m, K] times weight [N, K], plus bias [N], in x's dtype unless another is given."""
     num_rows, inner = x.shape
     columns = len(weight)
-    out = torch.empty(num_rows, columns, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_rows, columns, dtype=dtype or x.dtype, device=x.device)
     _fixed_product[(triton.cdiv(columns, BLOCK_N), triton.cdiv(num_rows, BLOCK_M))](
         x.contiguous(), weight, weight if bias is None else bias, out, num_rows,
         N=columns, K=inner, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, HAS_BIAS=bias is not None,

@@ -45,7 +45,7 @@ class Layers(Protocol):
         """The product of the first, added to the stream, whose old values are no longer used."""
 
     def linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
-        """A product alone."""
+        """A product alone; its sums come as they are, in float32, where products add in more than they read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,15 +170,16 @@ def product(
     eps: float = 0.0,
     gated: bool = False,
     add_to: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [m, K] times weight [N, K] (gated: [2 * N, K]).
+    """x [m, K] times weight [N, K] (gated: [2 * N, K]), in x's dtype unless another is given.
 
     With `num_squares`, rows of x are first normalized by the sums of squares in the workspace; with `add_to`, the
     result is added to it in place, and its sums of squares are left in the workspace, one for each tile of columns.
     """
     num_rows, inner = x.shape
     columns = len(weight) // 2 if gated else len(weight)
-    out = torch.empty(num_rows, columns, dtype=x.dtype, device=x.device) if add_to is None else add_to
+    out = torch.empty(num_rows, columns, dtype=dtype or x.dtype, device=x.device) if add_to is None else add_to
     _product[(columns // tiling.block_n, tiling.splits)](
         x, weight, out, workspace.parts, workspace.counters, workspace.squares, workspace.squares,
         num_rows, num_squares, eps,

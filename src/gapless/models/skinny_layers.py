@@ -7,6 +7,7 @@ a factor for each row. Owns the tilings, measured on an H200.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import triton
@@ -38,13 +39,28 @@ def choose_tiling(num_rows: int, columns: int, inner: int, *, gated: bool = Fals
     return Tiling(block_n, block_k, min(splits, 8), num_stages=num_stages)
 
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [m, in], weight [out, in], bias [out] -> [m, out]
+class Product(Protocol):
+    """x [m, in], weight [out, in], bias [out] -> [m, out], in x's dtype unless another is given."""
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor: ...
+
+
+def library_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """cuBLAS's."""
+    if dtype is None or dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    assert bias is None
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=dtype)
+    return F.linear(x.to(dtype), weight.to(dtype))  # torch has the other for GPUs only
 
 
 class SkinnyLayers:
     """Makes the parts. Without `fused`, all products are plain ones (float32 has no fused kernels)."""
 
-    def __init__(self, device: torch.device, *, fused: bool, plain: Product = F.linear) -> None:
+    def __init__(self, device: torch.device, *, fused: bool, plain: Product = library_product) -> None:
         self._fused = fused
         self._plain = plain
         self._workspace = Workspace(device)
@@ -81,7 +97,9 @@ class SkinnyLayers:
     def linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         def apply(x: Tensor) -> Tensor:
             tiling = choose_tiling(len(x), *weight.shape) if self._fused and len(x) <= MAX_ROWS else None
-            return self._plain(x, weight, None) if tiling is None else product(x, weight, self._workspace, tiling)
+            if tiling is None:
+                return self._plain(x, weight, dtype=torch.float32)
+            return product(x, weight, self._workspace, tiling, dtype=torch.float32)
 
         return apply
 

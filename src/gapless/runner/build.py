@@ -133,7 +133,7 @@ def assemble(
         return Built(resolved, device, NativeRunner(device, limits, model, kv), layers)
     layers = tuple(pool.view(-1, limits.block_size, *pool.shape[1:]) for pool in kv.pools)
     attention, choice = _attention(device, kv, resolved, batch_invariant)
-    runner = Runner(device, limits, model, kv, attention, _sampler(device), resolved.slow_reason)
+    runner = Runner(device, limits, model, kv, attention, _sampler(device, resolved.dtype), resolved.slow_reason)
     if device.torch_device.type in GRAPH_DEVICES:
         from gapless.runner.graphs import GraphRunner  # needs Triton, which only GPU installations have
 
@@ -249,12 +249,12 @@ def _candidates(options: EngineOptions, device: Device, config: ModelConfig, kv_
     return ()
 
 
-def _sampler(device: Device) -> Sampler:
+def _sampler(device: Device, dtype: torch.dtype) -> Sampler:
     if device.torch_device.type != "cuda":
         return sample
     from gapless.runner.draw_kernels import pick  # needs Triton, which only GPU installations have
 
-    return pick
+    return partial(pick, key_bits=16) if dtype == torch.bfloat16 else pick  # a model's logits are no finer than it is
 
 
 def _cpu_defaults() -> DeviceDefaults:

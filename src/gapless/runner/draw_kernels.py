@@ -49,8 +49,20 @@ def _uniform(seed, place):
 
 
 @triton.jit
-def _load(base, column, VOCAB: tl.constexpr):
-    return tl.load(base + column, mask=column < VOCAB, other=-float("inf")).to(tl.float32)
+def _load(base, column, VOCAB: tl.constexpr, KEY_BITS: tl.constexpr):
+    """Logits, as precise as keys of so many bits."""
+    x = tl.load(base + column, mask=column < VOCAB, other=-float("inf")).to(tl.float32)
+    return _rounded(x, KEY_BITS)
+
+
+@triton.jit
+def _rounded(x, KEY_BITS: tl.constexpr):
+    """To bfloat16, half to even, as float32: by hand, since the interpreter's conversion cuts off."""
+    if KEY_BITS == 16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = bits.to(tl.float32, bitcast=True)
+    return x
 
 
 @triton.jit
@@ -74,7 +86,7 @@ def _largest(base, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.full([BLOCK], VOCAB - 1, tl.int32)
     for start in range(0, VOCAB, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = _load(base, column, VOCAB)
+        x = _load(base, column, VOCAB, 32)
         place = tl.where(x > best, column, place)
         best = tl.where(x > best, x, best)
     top = tl.max(best, axis=0)
@@ -95,7 +107,7 @@ def _lowest_key(
         sum_3 = tl.zeros([BLOCK], tl.float32)
         for start in range(0, VOCAB, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            x = _load(base, column, VOCAB)
+            x = _load(base, column, VOCAB, KEY_BITS)
             key = _key(x, KEY_BITS)
             amount = (column < VOCAB).to(tl.float32)
             if BY_MASS:
@@ -116,7 +128,7 @@ def _mass(base, top, warmth, floor_key, floor, VOCAB: tl.constexpr, BLOCK: tl.co
     """Sum of all weights."""
     total = tl.full([], 0.0, tl.float64)
     for start in range(0, VOCAB, BLOCK):
-        x = _load(base, start + tl.arange(0, BLOCK), VOCAB)
+        x = _load(base, start + tl.arange(0, BLOCK), VOCAB, KEY_BITS)
         total += tl.sum(_weight(x, _key(x, KEY_BITS), top, warmth, floor_key, floor), axis=0).to(tl.float64)
     return total
 
@@ -132,11 +144,12 @@ def _pick(
     base = logits + i * VOCAB
     temperature = tl.load(floats + row * 3)
     top, token = _largest(base, VOCAB, BLOCK)
-    if temperature > 0:
+    count = tl.load(top_k + row)
+    if (temperature > 0) & (count != 1):
+        top = _rounded(top, KEY_BITS)
         warmth = 1.0 / temperature
         floor = top + temperature * tl.log(tl.load(floats + row * 3 + 2))  # of min-p; log 0 is -inf: none
         floor_key = tl.full([], 0, tl.uint32)
-        count = tl.load(top_k + row)
         if (count > 0) & (count < VOCAB):
             wanted = count.to(tl.float32)
             floor_key = _lowest_key(base, top, warmth, floor_key, wanted, False, VOCAB, BLOCK, KEY_BITS, DIGIT_BITS)
@@ -149,7 +162,7 @@ def _pick(
         target = target * _uniform(tl.load(seed + row), tl.load(places + i))
         before = tl.full([], 0.0, tl.float64)
         for start in range(0, VOCAB, BLOCK):
-            x = _load(base, start + tl.arange(0, BLOCK), VOCAB)
+            x = _load(base, start + tl.arange(0, BLOCK), VOCAB, KEY_BITS)
             weight = _weight(x, _key(x, KEY_BITS), top, warmth, floor_key, floor)
             after = before + tl.sum(weight, axis=0).to(tl.float64)
             if (before <= target) & (target < after):
@@ -169,11 +182,13 @@ def pick(
     random: bool = True,
     filtered: bool = True,
     min_tokens: bool = True,
+    key_bits: int = 32,
     block: int = 4096,
 ) -> torch.Tensor:
     """Tokens [n] int64, as `sampler.sample` would choose them; what a row does not use costs it nothing.
 
-    Logits of forbidden stop tokens are overwritten.
+    Logits of forbidden stop tokens are overwritten. With 16 key bits, tokens are drawn from logits rounded to bfloat16,
+    and filters take half the passes; greedy rows are exact.
     """
     num_rows, vocab = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -184,6 +199,6 @@ def pick(
     _pick[(num_rows,)](
         logits, rows, places, store.floats, store.top_k, store.seed, tokens,
         VOCAB=vocab, BLOCK=min(block, triton.next_power_of_2(vocab)),
-        KEY_BITS=16 if logits.dtype == torch.bfloat16 else 32, DIGIT_BITS=DIGIT_BITS, num_warps=8,
+        KEY_BITS=key_bits, DIGIT_BITS=DIGIT_BITS, num_warps=8,
     )  # fmt: skip
     return tokens

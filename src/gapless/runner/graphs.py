@@ -23,7 +23,6 @@ from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.device.base import Buffer
-from gapless.runner.draw_kernels import pick
 from gapless.runner.fill import Sections, fill, unpack
 from gapless.runner.graph_kernels import DecodeInputs, argmax, begin, end
 from gapless.runner.padding import Shape, pad
@@ -225,8 +224,14 @@ class GraphRunner:
         )
         hidden = self._model.forward(inputs.ids, inputs.positions, self._attention.begin(batch))
         logits = self._model.logits(hidden)
-        tokens = argmax(logits) if greedy else pick(logits, inputs.rows, inputs.lengths, rows)
+        tokens = self._sample(logits, inputs.rows, inputs.lengths, greedy)
         end(tokens, inputs, rows.last_token, rows.length, self._out)
+
+    def _sample(self, logits: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, greedy: bool) -> torch.Tensor:
+        if greedy:
+            return argmax(logits)
+        runner = self._runner
+        return runner.sampler(logits, rows, places, runner.rows, random=True, filtered=True, min_tokens=True)
 
     def _mixed(self, plan: Plan, greedy: bool) -> None:
         """What the runner does with a padded plan, from `_packed` to `_out`."""
@@ -235,8 +240,7 @@ class GraphRunner:
         hidden, positions = self._runner.forward(plan, packed)
         chosen = packed.sample_tokens.long()
         logits = self._model.logits(hidden[chosen])
-        places = positions[chosen] + 1
-        tokens = argmax(logits) if greedy else pick(logits, packed.sample_rows.long(), places, rows)
+        tokens = self._sample(logits, packed.sample_rows.long(), positions[chosen] + 1, greedy)
         rows.advance(packed, tokens)
         rows.length[-1:].zero_()  # the padding row never gets anywhere
         rows.last_token[-1:].zero_()

@@ -71,7 +71,7 @@ class Runner:
         self._num_rows = limits.num_rows
         self._model = model
         self._attention = attention
-        self._sampler = sampler
+        self.sampler = sampler
         self.rows = RowStore(device, limits)
         self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
         self.ledger: Counter[str] = Counter()  # steps that missed a faster runner, by reason
@@ -140,7 +140,7 @@ class Runner:
     def _sample(self, plan: Plan, packed: Packed, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if plan.num_samples == 0:
             return torch.empty(0, dtype=torch.int64, device=logits.device)
-        return self._sampler(
+        return self.sampler(
             logits,
             packed.sample_rows.long(),
             positions[packed.sample_tokens.long()] + 1,
