@@ -93,6 +93,7 @@ def test_what_the_budget_leaves_out_is_padded_further(monkeypatch: pytest.Monkey
     assert "of" in str(runner.cost)
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_steps_that_want_log_probabilities_run_without_a_graph_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """No graph is there: any step that was taken for a replay would raise."""
     monkeypatch.setattr(GraphRunner, "_capture_all", lambda self, wanted, progress: None)

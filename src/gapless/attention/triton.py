@@ -194,7 +194,7 @@ def _add_up(
     tl.store(out_at, joined.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])  # else some numbers of decode rows are compiled for in the middle of work
 def _prefill(
     q, pool, blocks, rows, offsets, starts, ends, out, scale, table_stride, first,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -36,7 +36,7 @@ def _ask_for_weights(
     prefetch(weight.to(tl.int64) + at, tl.full([ASKS], size, tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["num_rows"])  # else a rare number of rows is compiled in the middle of work
 def _product(
     x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

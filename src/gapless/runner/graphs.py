@@ -105,15 +105,17 @@ class GraphRunner:
         mixes = mixed_ladder(limits) if mixed else []
         wanted = [*reversed(decodes), *reversed(mixes)]  # the largest first: the others fit into its memory
         device = runner.rows.last_token.device
-        size = max(_packed_size(shape) for shape in wanted)
+        first = Shape(1, min(CHUNK_TOKENS[0], limits.max_batch_tokens, limits.max_model_len), NUM_CHUNKS)
+        size = max(_packed_size(shape) for shape in (first, *wanted))
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
-        self._out = torch.zeros(max(shape.num_samples for shape in wanted), dtype=torch.int32, device=device)
+        self._out = torch.zeros(max(shape.num_samples for shape in (first, *wanted)), dtype=torch.int32, device=device)
         static = (Buffer("graph.in", self._packed, host=False), Buffer("graph.out", self._out, host=False))
         self.buffers: Sequence[Buffer] = (*runner.buffers, *static)  # graphs share them: one replay at a time
         self._graphs: dict[tuple[Shape, bool], Captured] = {}
         self._decode_shapes: list[Shape] = []  # captured, smallest first
         self._mixed_shapes: list[Shape] = []
         self._decoding: tuple[Shape, IntArray] | None = None  # what `_packed` holds, if the last step was a decode step
+        self._warm_up(first)
         self._capture_all(wanted, progress)
 
     def fill(self, plan: Plan, out: IntArray) -> int:
@@ -169,6 +171,14 @@ class GraphRunner:
         index = bisect.bisect_left(self._decode_shapes, plan.num_decodes, key=lambda shape: shape.num_decodes)
         return self._decode_shapes[index] if index < len(self._decode_shapes) else None
 
+    @torch.inference_mode()
+    def _warm_up(self, shape: Shape) -> None:
+        """A mixed step of padding alone: kernels are compiled now, and not when the first prompt comes."""
+        plan = self._pack_padding(shape)
+        for greedy in (True, False):
+            self._mixed(plan, greedy)
+        torch.cuda.synchronize()
+
     def _capture_all(self, wanted: Sequence[Shape], progress: Callable[[int, int], None] | None) -> None:
         """As many as the budget allows; a shape that is left out is padded to a larger one."""
         pool = torch.cuda.graph_pool_handle()
@@ -200,11 +210,16 @@ class GraphRunner:
 
     @torch.inference_mode()
     def _capture_mixed(self, shape: Shape, greedy: bool, pool: Any, stream: torch.cuda.Stream) -> Captured:
+        plan = self._pack_padding(shape)
+        return Captured(_record(lambda: self._mixed(plan, greedy), pool, stream))
+
+    def _pack_padding(self, shape: Shape) -> Plan:
+        """A plan of this shape that does nothing, and its packed form in `_packed`."""
         plan = pad(_NO_PLAN, shape, self._limits.num_rows)
         packed = np.zeros(_packed_size(shape), np.int32)
         fill(plan, packed)
         self._packed[: len(packed)] = torch.from_numpy(packed).to(self._packed.device)
-        return Captured(_record(lambda: self._mixed(plan, greedy), pool, stream))
+        return plan
 
     def _decode(self, inputs: DecodeInputs, greedy: bool) -> None:
         rows = self._runner.rows
