@@ -57,7 +57,13 @@ LAW: dict[str, tuple[str, ...]] = {
 }
 FREE = BENCH + PROOF  # take the engine apart, to measure it and to check it
 NO_TORCH = ("errors", "config", "progress", "core", "native", "text", "trace")
-MAY_SAY_CUDA = ("device/cuda.py", "runner/graphs.py", "runner/graph_kernels.py", "attention/triton.py", "kernels.py")
+MAY_SAY_CUDA = (
+    "device/cuda.py",
+    "runner/graphs.py",
+    "runner/graph_kernels.py",
+    "attention/triton_kernels.py",
+    "kernels.py",
+)
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 

@@ -12,26 +12,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gapless.config import EngineOptions
-from gapless.core.limits import check_fits
-from gapless.core.outcome import Commit, Counters, Finished, Progress
-from gapless.core.params import MAX_STOP_IDS, SamplingParams, derive_seed
+from gapless.core.outcome import Commit, Counters, Finished
+from gapless.core.params import SamplingParams, derive_seed
 from gapless.core.plan import Plan
-from gapless.core.request import IntArray, Request, int_array
+from gapless.core.request import IntArray, Request
 from gapless.core.scheduler import Scheduler
 from gapless.errors import EngineClosed, InvalidRequest
 from gapless.models.source import ModelSource
 from gapless.pipeline.checked import CheckedExecutor
 from gapless.pipeline.depth import AutoDepth, FixedDepth
 from gapless.pipeline.executor import Executor, LocalExecutor, Ticket
+from gapless.pipeline.inbox import Abort, Close, Deliver, Ping, Submit, tell
+from gapless.pipeline.intake import make_request
 from gapless.pipeline.loop import Depth, run_loop
+from gapless.pipeline.readings import Load, Pulse, Stats
 from gapless.runner.build import Built, Resolved, build, resolve
 from gapless.trace.recorder import Recorder
 from gapless.trace.timeline import Timeline
@@ -41,72 +41,6 @@ log = logging.getLogger(__name__)
 __all__ = ["Engine", "Load", "Pulse", "Resolved", "Stats", "derive_seed", "resolve"]
 
 AUTO_DEPTHS = (1, 2)
-Deliver = Callable[[Progress | Finished], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """Inbox: a new request."""
-
-    request: Request
-    deliver: Deliver
-    on_start: Callable[[], None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Inbox: end a request."""
-
-    request_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ping:
-    """Inbox: a sign of life, from the loop's own thread."""
-
-    answer: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Inbox: end everything."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """A reading of all counters. The difference of two readings describes the time between them."""
-
-    time_s: float
-    busy_s: float  # the compute stream's
-    num_steps: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_generated: int
-    num_overrun: int
-    num_preemptions: int
-    num_recomputed: int
-
-    def __sub__(self, earlier: Stats) -> Stats:
-        return Stats(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
-
-
-@dataclass(frozen=True, slots=True)
-class Pulse:
-    """Whether the loop moves: a turn counter that stands still while it waits for a step or, idle, for requests."""
-
-    num_turns: int
-    idle: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Who is here, now."""
-
-    num_running: int
-    num_waiting: int
-    num_used_blocks: int
-    num_blocks: int
 
 
 class Engine:
@@ -171,32 +105,14 @@ class Engine:
         after them; they count as generated, not as prompt.
         """
         model, limits = self.resolved.model, self.resolved.limits
-        check_tokens(prompt, model.vocab_size, "prompt")
-        check_tokens(params.stop_token_ids, model.vocab_size, "stop_token_ids", empty=True)
-        most = max(params.logprobs or 0, params.prompt_logprobs or 0)
-        if most > model.vocab_size:
-            raise InvalidRequest(f"the {most} likeliest tokens of a vocabulary of {model.vocab_size} cannot be given")
-        eos = () if params.ignore_eos else model.eos_token_ids
-        stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise InvalidRequest(f"{len(stop_ids)} stop and end-of-sequence tokens; at most {MAX_STOP_IDS}")
         with self._lock:
             number = self._num_requests
-            self._num_requests += 1
-        request = Request(
-            id=f"r{number}",
-            prompt=int_array(prompt),
-            params=params,
-            seed=params.seed if params.seed is not None else derive_seed(self.options.seed, number),
-            stop_ids=stop_ids,
-            limit=min(len(prompt) + params.max_tokens, limits.max_model_len),
-            streams=streams,
-        )
-        check_fits(request, limits)
-        if len(generated) > 0:
-            check_tokens(generated, model.vocab_size, "generated")
-            request.resume_after(int_array(generated))
-        return request
+            seed = params.seed if params.seed is not None else derive_seed(self.options.seed, number)
+            found = make_request(
+                f"r{number}", prompt, params, seed, model, limits, streams=streams, generated=generated
+            )
+            self._num_requests += 1  # only now: who was refused leaves no trace in the seeds of others
+        return found
 
     def submit(self, request: Request, deliver: Deliver, on_start: Callable[[], None] | None = None) -> None:
         """Queue a request. `deliver` gets its Progress, if it streams, and at the end one Finished.
@@ -340,7 +256,7 @@ class Engine:
         try:
             self._scheduler.add(message.request)
         except InvalidRequest as error:  # the same request twice
-            _tell(message.deliver, Finished(message.request, "error", error))
+            tell(message.deliver, Finished(message.request, "error", error))
         else:
             self._subscribers[message.request.id] = message.deliver
             if message.on_start is not None:
@@ -355,7 +271,7 @@ class Engine:
 
     def _deliver(self, commit: Commit) -> None:
         for progress in commit.progress:
-            if not _tell(self._subscribers[progress.request.id], progress):
+            if not tell(self._subscribers[progress.request.id], progress):
                 self._inbox.put(Abort(progress.request.id, "abort"))
         for finished in commit.finished:
             self._notify(finished)
@@ -363,7 +279,7 @@ class Engine:
     def _notify(self, finished: Finished | None) -> None:
         if finished is not None:
             self._on_start.pop(finished.request.id, None)
-            _tell(self._subscribers.pop(finished.request.id), finished)
+            tell(self._subscribers.pop(finished.request.id), finished)
 
     def _die(self, error: BaseException) -> None:
         """Nobody waits for ever: fail what runs, what waits, and what is still in the inbox."""
@@ -376,7 +292,7 @@ class Engine:
         while not self._inbox.empty():
             message = self._inbox.get()
             if isinstance(message, Submit):
-                _tell(message.deliver, Finished(message.request, "error", closed))
+                tell(message.deliver, Finished(message.request, "error", closed))
 
 
 class _Announcing:
@@ -406,24 +322,3 @@ def _in_a_thread(fn: Callable[[], Built]) -> Built:
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(fn).result()
-
-
-def _tell(deliver: Deliver, news: Progress | Finished) -> bool:
-    """Call a client's callback; its trouble stays its own."""
-    try:
-        deliver(news)
-    except Exception:
-        log.exception("a callback of request %s raised", news.request.id)
-        return False
-    return True
-
-
-def check_tokens(tokens: Sequence[int] | IntArray, vocab_size: int, what: str, *, empty: bool = False) -> None:
-    """Raise InvalidRequest unless all are ids of the vocabulary."""
-    if len(tokens) == 0 and not empty:
-        raise InvalidRequest(f"the {what} is empty; it needs at least one token")
-    if isinstance(tokens, np.ndarray) and len(tokens) > 0 and tokens.min() >= 0 and tokens.max() < vocab_size:
-        return
-    for index, token in enumerate(tokens):
-        if not 0 <= token < vocab_size:
-            raise InvalidRequest(f"{what}: token id {token} at index {index} is not in the vocabulary of {vocab_size}")

@@ -1,0 +1,226 @@
+"""The kernels of paged attention, in Triton, for NVIDIA GPUs; they run under Triton's interpreter too.
+
+`decode` takes one token a row: norm, rope, KV write and attention in one, split over the keys, grouped query heads
+packed into one tile; the last split to finish adds up the parts. For chunks there are `rotate_and_store` and
+`prefill`. How many programs, and of which sizes, is the caller's business.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gapless.kernels import in_turn
+
+
+@triton.jit
+def _rotated(
+    heads, norm, cos_sin, token, head, dim, valid, eps,
+    TOTAL: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Query or key heads [len(head), len(dim)] of one token, normalized and rotated. float32"""
+    partner = (dim + HEAD_DIM // 2) % HEAD_DIM
+    base = heads + (token * TOTAL + head[:, None]) * HEAD_DIM
+    x = tl.load(base + dim[None, :], mask=valid, other=0.0).to(tl.float32)
+    y = tl.load(base + partner[None, :], mask=valid, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        row = norm + head[:, None] * HEAD_DIM
+        x = x * scale * tl.load(row + dim[None, :], mask=valid, other=0.0).to(tl.float32)
+        y = y * scale * tl.load(row + partner[None, :], mask=valid, other=0.0).to(tl.float32)
+    angle = cos_sin + token * 2 * HEAD_DIM + dim
+    cos = tl.load(angle, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+    sin = tl.load(angle + HEAD_DIM, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+    return x * cos[None, :] + y * sin[None, :]
+
+
+@triton.jit
+def rotate_and_store(
+    heads, cos_sin, norm, pool, slots, q_out, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """A few heads of one token: queries go to q_out, keys and values to the token's slot in the pool."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    dim = tl.arange(0, BLOCK_D)
+    total: tl.constexpr = NUM_HEADS + 2 * NUM_KV
+    valid = (head < total)[:, None] & (dim < HEAD_DIM)[None, :]
+    turns = valid & (head < NUM_HEADS + NUM_KV)[:, None]
+    turned = _rotated(heads, norm, cos_sin, token, head, dim, turns, eps, total, HEAD_DIM, HAS_NORM)
+    kept = tl.load(heads + (token * total + head[:, None]) * HEAD_DIM + dim[None, :], mask=valid, other=0.0)
+    out = tl.where(turns, turned, kept.to(tl.float32))
+    q_at = q_out + (token * NUM_HEADS + head[:, None]) * HEAD_DIM + dim[None, :]
+    tl.store(q_at, out.to(q_out.dtype.element_ty), mask=valid & (head < NUM_HEADS)[:, None])
+    slot = tl.load(slots + token)
+    kv_at = pool + (slot * 2 * NUM_KV + head[:, None] - NUM_HEADS) * HEAD_DIM + dim[None, :]
+    tl.store(kv_at, out.to(pool.dtype.element_ty), mask=valid & (head >= NUM_HEADS)[:, None])
+
+
+@triton.jit
+def decode(
+    heads, cos_sin, norm, pool, slots, blocks, rows, lengths, out, parts, stats, counters, eps, scale, table_stride,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, GROUP_2: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """All query heads of one KV head of one row, over one part of the row's keys.
+
+    Rotates the new token's queries itself; the part that holds the new token's position also rotates and stores its key
+    and value, before it reads them back with all others.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths + i)  # known since the step began
+    table = blocks + tl.load(rows + i) * table_stride
+    share = tl.cdiv(tl.cdiv(length, NUM_SPLITS), BLOCK_N) * BLOCK_N
+    num_parts = tl.cdiv(length, share)  # short rows leave some splits without work
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    in_turn(EARLY)
+    if split < num_parts:
+        total_heads: tl.constexpr = NUM_KV * (GROUP + 2)
+        group = tl.arange(0, BLOCK_G)
+        dim = tl.arange(0, BLOCK_D)
+        step = tl.arange(0, BLOCK_N)
+        in_head = dim < HEAD_DIM
+        head = kv_head * GROUP + group
+        head_mask = (group < GROUP)[:, None] & in_head[None, :]
+        turned = _rotated(heads, norm, cos_sin, i, head, dim, head_mask, eps, total_heads, HEAD_DIM, HAS_NORM)
+        query = turned.to(heads.dtype.element_ty)
+        if end == length:
+            one = tl.arange(0, 1)
+            key = NUM_KV * GROUP + kv_head + one
+            new = one[:, None] * HEAD_DIM + dim[None, :]
+            k_new = _rotated(heads, norm, cos_sin, i, key, dim, in_head[None, :], eps, total_heads, HEAD_DIM, HAS_NORM)
+            v_new = tl.load(
+                heads + (i * total_heads + NUM_KV * (GROUP + 1) + kv_head) * HEAD_DIM + new, mask=in_head[None, :]
+            )
+            at = pool + (tl.load(slots + i) * 2 * NUM_KV + kv_head) * HEAD_DIM + new
+            tl.store(at, k_new.to(pool.dtype.element_ty), mask=in_head[None, :])
+            tl.store(at + NUM_KV * HEAD_DIM, v_new.to(pool.dtype.element_ty), mask=in_head[None, :])
+            tl.debug_barrier()  # written by some threads, read by others
+
+        top = tl.full([BLOCK_G], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        for start in range(begin, end, BLOCK_N):
+            place = start + step
+            seen = place < end
+            slot = tl.load(table + place // BLOCK_SIZE, mask=seen, other=0) * BLOCK_SIZE + place % BLOCK_SIZE
+            base = pool + (slot[:, None] * 2 * NUM_KV + kv_head) * HEAD_DIM + dim[None, :]
+            kv_mask = seen[:, None] & in_head[None, :]
+            k = tl.load(base, mask=kv_mask, other=0.0)
+            v = tl.load(base + NUM_KV * HEAD_DIM, mask=kv_mask, other=0.0)
+            scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
+            scores = tl.where(seen[None, :], scores, -float("inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            fade = tl.exp2(top - new_top)
+            weight = tl.exp2(scores - new_top[:, None])
+            total = total * fade + tl.sum(weight, axis=1)
+            acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+            top = new_top
+        out_at = out + (i * NUM_KV * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
+        if num_parts == 1:
+            tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=head_mask)
+        else:
+            cell = (i * NUM_KV + kv_head) * NUM_SPLITS
+            part_at = ((cell + split) * GROUP + group[:, None]) * HEAD_DIM + dim[None, :]
+            stat_at = (cell + split) * 2 * GROUP + group
+            tl.store(parts + part_at, acc, mask=head_mask)
+            tl.store(stats + stat_at, top, mask=group < GROUP)
+            tl.store(stats + stat_at + GROUP, total, mask=group < GROUP)
+            tl.debug_barrier()  # every thread's part is written before the count says so
+            num_done = tl.atomic_add(counters + i * NUM_KV + kv_head, 1, sem="acq_rel", scope="gpu")
+            if num_done == num_parts - 1:
+                tl.store(counters + i * NUM_KV + kv_head, 0)  # ready for the next layer
+                _add_up(
+                    out,
+                    parts,
+                    stats,
+                    i,
+                    kv_head,
+                    cell,
+                    num_parts,
+                    NUM_KV,
+                    GROUP,
+                    GROUP_2,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    NUM_SPLITS,
+                )
+
+
+@triton.jit
+def _add_up(
+    out, parts, stats, i, kv_head, cell, num_parts,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of one KV head of one row, all at once."""
+    part = tl.arange(0, NUM_SPLITS)
+    group = tl.arange(0, GROUP_2)
+    dim = tl.arange(0, BLOCK_D)
+    here = (part < num_parts)[:, None] & (group < GROUP)[None, :]
+    stat_at = stats + (cell + part[:, None]) * 2 * GROUP + group[None, :]
+    top = tl.load(stat_at, mask=here, other=-float("inf"), cache_modifier=".cg")
+    total = tl.load(stat_at + GROUP, mask=here, other=0.0, cache_modifier=".cg")
+    best = tl.max(top, axis=0)
+    best = tl.where(best == -float("inf"), 0.0, best)
+    weight = tl.exp2(top - best[None, :])  # [NUM_SPLITS, GROUP_2]
+    whole = tl.sum(total * weight, axis=0)
+    at = ((cell + part[:, None, None]) * GROUP + group[None, :, None]) * HEAD_DIM + dim[None, None, :]
+    mask = here[:, :, None] & (dim < HEAD_DIM)[None, None, :]
+    values = tl.load(parts + at, mask=mask, other=0.0, cache_modifier=".cg")
+    joined = tl.sum(values * weight[:, :, None], axis=0) / whole[:, None]
+    head = kv_head * GROUP + group
+    out_at = out + (i * NUM_KV * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
+    tl.store(out_at, joined.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :])
+
+
+@triton.jit(do_not_specialize=["first"])  # else some numbers of decode rows are compiled for in the middle of work
+def prefill(
+    q, pool, blocks, rows, offsets, starts, ends, out, scale, table_stride, first,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One query head of a tile of one chunk's tokens, over all keys of its row up to each token."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    chunk = tl.program_id(2)
+    start = tl.load(starts + chunk)
+    count = tl.load(ends + chunk) - start
+    if tile * BLOCK_M < count:
+        offset = tl.load(offsets + chunk).to(tl.int64)
+        table = blocks + tl.load(rows + chunk).to(tl.int64) * table_stride
+        kv_head = head // (NUM_HEADS // NUM_KV)
+        member = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        dim = tl.arange(0, BLOCK_D)
+        step = tl.arange(0, BLOCK_N)
+        mask = (member < count)[:, None] & (dim < HEAD_DIM)[None, :]
+        at = ((offset + member[:, None]) * NUM_HEADS + head) * HEAD_DIM + dim[None, :]
+        query = tl.load(q + at - first * NUM_HEADS * HEAD_DIM, mask=mask, other=0.0)
+        place = start + member
+        last = start + tl.minimum(tile * BLOCK_M + BLOCK_M, count)
+
+        top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for begin in range(0, last, BLOCK_N):
+            key = begin + step
+            seen = key < last
+            slot = tl.load(table + key // BLOCK_SIZE, mask=seen, other=0) * BLOCK_SIZE + key % BLOCK_SIZE
+            base = pool + (slot[:, None] * 2 * NUM_KV + kv_head) * HEAD_DIM + dim[None, :]
+            kv_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
+            k = tl.load(base, mask=kv_mask, other=0.0)
+            v = tl.load(base + NUM_KV * HEAD_DIM, mask=kv_mask, other=0.0)
+            scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
+            scores = tl.where(key[None, :] <= place[:, None], scores, -float("inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            fade = tl.exp2(top - new_top)
+            weight = tl.exp2(scores - new_top[:, None])
+            total = total * fade + tl.sum(weight, axis=1)
+            acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+            top = new_top
+        tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,53 @@
+"""What callers put into the engine's inbox, and how its news reach them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gapless.core.outcome import Finished, Progress
+from gapless.core.request import Request
+
+log = logging.getLogger(__name__)
+
+Deliver = Callable[[Progress | Finished], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Inbox: a new request."""
+
+    request: Request
+    deliver: Deliver
+    on_start: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Inbox: end a request."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Inbox: a sign of life, from the loop's own thread."""
+
+    answer: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Inbox: end everything."""
+
+
+def tell(deliver: Deliver, news: Progress | Finished) -> bool:
+    """Call a client's callback; its trouble stays its own."""
+    try:
+        deliver(news)
+    except Exception:
+        log.exception("a callback of request %s raised", news.request.id)
+        return False
+    return True
