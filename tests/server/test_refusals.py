@@ -44,7 +44,7 @@ CHAT = "/v1/chat/completions"
         ({"n": 5}, "n"),  # the server's limit is 4
         ({"stop": ["a"] * 17}, "stop"),
         ({"stop": ["x" * 257]}, "stop"),
-        ({"stop": [""]}, None),
+        ({"stop": [""]}, "stop"),
         ({"stop": 5}, "stop"),
         ({"stop_token_ids": [97]}, "stop_token_ids"),
         ({"stop_token_ids": list(range(17))}, "stop_token_ids"),
@@ -192,8 +192,15 @@ def test_paths_and_methods(server: Server, method: str, path: str, status: int) 
     ids=range(12),
 )
 def test_a_malformed_body_is_a_400(server: Server, body: bytes) -> None:
-    status, _ = server.error("POST", CHAT, body)
+    status, error = server.error("POST", CHAT, body)
     assert status in (400, 404)
+    assert error["param"] in (None, "messages", "model")
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"null"], ids=["nothing", "list", "null"])
+def test_a_body_that_is_no_object_is_told_so(server: Server, body: bytes) -> None:
+    _, error = server.error("POST", CHAT, body)
+    assert error["message"] == "the body must be a JSON object"
 
 
 def test_a_body_must_be_json(server: Server) -> None:

@@ -214,9 +214,17 @@ def _add_errors(app: FastAPI) -> None:
             return error_response(
                 ApiError(415, "the body must be JSON, with the header content-type: application/json")
             )
-        param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query")) or None
-        text = "the body is not valid JSON" if first["type"] == "json_invalid" else first["msg"]
-        return error_response(ApiError(400, f"{param}: {text}" if param else text, param=param))
+        return error_response(_validation_error(first["type"], first["loc"], first["msg"]))
+
+
+def _validation_error(kind: str, place: Sequence[str | int], text: str) -> ApiError:
+    """What pydantic found, told by the parameter's name."""
+    if kind == "json_invalid":  # the place is a position in the text
+        return ApiError(400, "the body is not valid JSON")
+    if tuple(place) == ("body",):
+        return ApiError(400, "the body must be a JSON object")
+    param = ".".join(str(part) for part in place if part not in ("body", "query")) or None
+    return ApiError(400, f"{param}: {text}" if param else text, param=param)
 
 
 def _json(value: Any) -> Response:

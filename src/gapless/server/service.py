@@ -138,11 +138,14 @@ class Service:
         """Sampling parameters from the wire; `scores` are logprobs and prompt_logprobs. Raises ApiError."""
         options = self.options
         if max_tokens > options.max_output_tokens:
-            raise ApiError(400, f"max_tokens is {max_tokens}; the server allows {options.max_output_tokens}")
+            message = f"max_tokens is {max_tokens}; the server allows {options.max_output_tokens}"
+            raise ApiError(400, message, param="max_tokens")
         stops = [stop] if isinstance(stop, str) else stop or []
         if len(stops) > options.max_stop or any(len(text) > options.max_stop_length for text in stops):
             limit = f"at most {options.max_stop} stop strings of at most {options.max_stop_length} characters"
             raise ApiError(400, limit, param="stop")
+        if "" in stops:
+            raise ApiError(400, "a stop string must not be empty", param="stop")
         if stops and self.tokenizer is None:
             raise ApiError(400, "stop strings need a tokenizer, which the model does not have", param="stop")
         if len(body.stop_token_ids or ()) > MAX_STOP_IDS:
