@@ -87,6 +87,17 @@ def test_what_a_response_cannot_include(server: Server, values: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
+    "input",
+    ["a\ud800", [], "x" * (MAX_LEN + 1), [{"role": "user"}], [{"role": "user", "content": [{"type": "input_image"}]}]],
+    ids=["surrogate", "empty", "long", "no content", "image"],
+)
+def test_a_bad_input_of_a_response(server: Server, input: Any) -> None:
+    status, error = server.error("POST", "/v1/responses", {"input": input, "max_output_tokens": 2})
+    assert (status, error["param"]) == (400, "input")
+    assert "messages" not in error["message"] or "the messages" in error["message"]
+
+
+@pytest.mark.parametrize(
     ("prompt", "n", "param"),
     [(["a"] * 9, None, "prompt"), ([[1]] * 5, 2, "prompt"), ("a", 5, "n"), (["", *["a"] * 8], None, "prompt")],
     ids=["texts", "ids", "n", "counted first"],

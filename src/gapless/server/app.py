@@ -128,8 +128,8 @@ def _add_text(app: FastAPI, service: Service) -> None:
         if body.prompt is not None:
             tokens = await service.encode(body.prompt, param="prompt", add_special_tokens=body.add_special_tokens)
         else:
-            extra = {"add_generation_prompt": body.add_generation_prompt}
-            tokens = await service.encode_chat(chat_messages(body.messages or []), **extra)
+            messages = chat_messages(body.messages or [])
+            tokens = await service.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": service.info.max_model_len})
 
     @app.post("/detokenize", response_model=DetokenizeResponse)

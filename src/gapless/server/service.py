@@ -103,14 +103,16 @@ class Service:
         except InvalidRequest as error:
             raise ApiError(400, str(error), param=param) from None
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **extra: Any) -> list[int]:
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, param: str = "messages", **extra: Any
+    ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn. Raises ApiError."""
         self._tokenizer()
         try:
             text = await self.renderer.render(messages, **extra)
         except InvalidRequest as error:
-            raise ApiError(400, str(error), param="messages") from None
-        return await self.encode(text, param="messages", add_special_tokens=False)
+            raise ApiError(400, str(error), param=param) from None
+        return await self.encode(text, param=param, add_special_tokens=False)
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids, special ones included. Raises ApiError."""
