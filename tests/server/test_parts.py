@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import logging
@@ -392,6 +393,33 @@ def test_traces_are_made_only_where_they_can_go(caplog: pytest.LogCaptureFixture
     with Traces("http://127.0.0.1:1").span(scope, "r") as span:
         assert span is None
     assert "pip install 'gapless[otel]'" in caplog.text
+
+
+def test_a_span_belongs_to_the_trace_of_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the part of OpenTelemetry that schemathesis brings; the rest is stood in for."""
+    trace = pytest.importorskip("opentelemetry.trace")
+    begun: list[tuple[Any, ...]] = []
+
+    class Tracer:
+        def start_as_current_span(self, *given: Any) -> contextlib.nullcontext[None]:
+            begun.append(given)
+            return contextlib.nullcontext()
+
+    class Provider:
+        def get_tracer(self, name: str) -> Tracer:
+            return Tracer()
+
+    monkeypatch.setattr("gapless.server.traces._provider", Provider)
+    traces = Traces("http://127.0.0.1:1")
+    number, scope = 0x0AF7651916CD43DD8448EB211C80319C, {"method": "POST", "path": "/v1/completions"}
+    for headers in ([(b"traceparent", f"00-{number:032x}-b7ad6b7169203331-01".encode())], [(b"traceparent", b"\xff")]):
+        with traces.span({**scope, "headers": headers}, "req_1"):
+            pass
+    parents = [trace.get_current_span(context).get_span_context().trace_id for _, context, _, _ in begun]
+    assert parents == [number, 0]
+    assert begun[0][0] == "POST /v1/completions"
+    assert begun[0][2] is trace.SpanKind.SERVER
+    assert begun[0][3]["gapless.request_id"] == "req_1"
 
 
 def test_a_timeline_is_told_in_seconds_before_now_and_bounded() -> None:
