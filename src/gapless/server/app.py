@@ -10,6 +10,7 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -49,6 +50,19 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+class Cors(CORSMiddleware):
+    """Starlette's, with the error object for whom it turns away."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code < 400:
+            return answer
+        refusal = error_response(ApiError(answer.status_code, bytes(answer.body).decode(), code="cors_refused"))
+        for name, value in answer.headers.items():
+            refusal.headers.setdefault(name, value)
+        return refusal
+
+
 class Answer(Protocol):
     """An answer under way."""
 
@@ -74,7 +88,7 @@ def build_app(service: Service, metrics: Metrics, keys: Sequence[str], traces: T
     app.add_middleware(Gate, options=service.options, keys=keys, metrics=metrics, traces=traces)
     if service.options.cors_origin:  # outside of the gate: what a browser asks first comes without a key
         origins = service.options.cors_origin
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(Cors, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
