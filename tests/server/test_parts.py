@@ -461,6 +461,16 @@ def test_keys_come_from_flags_file_and_environment(tmp_path: Path) -> None:
         read_keys(ServerOptions(api_key_file=str(path)), None)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_stop": 17}, {"max_logprobs": 21}, {"served_model_name": ("a", "")}, {"max_queue": -1}, {"port": 65536}],
+    ids=str,
+)
+def test_an_option_that_could_not_be_kept_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ServerOptions(**wrong)
+
+
 def test_memory_is_bounded() -> None:
     memory = Memory()
     for number in range(MAX_KEPT + 5):
