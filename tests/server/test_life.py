@@ -102,7 +102,12 @@ def _check_stalled_reader(server: Server) -> None:
 
 
 def _check_share(server: Server) -> None:
-    """The second key has one request running: 64 are one too many for it, and none for the first."""
+    """The second key has one request running: 64 are one too many for it, and none for the first.
+
+    65 are too many at any time: nobody is told to try again.
+    """
+    status, error = server.error("POST", "/v1/completions", {"prompt": ["a"] * 65}, authorization="Bearer first-key")
+    assert (status, error["message"]) == (400, "65 choices; the server has room for 64")
     body = {"prompt": ["a"] * 64, "max_tokens": 1}
     status, error = server.error("POST", "/v1/completions", body, authorization="Bearer second-key")
     assert (status, error["code"], error["type"]) == (429, "client_queue_full", "rate_limit_error")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gapless.core.params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams, derive_seed
+from gapless.core.params import MAX_STOP_IDS, SamplingParams, derive_seed
 from gapless.errors import InvalidRequest
 from gapless.server.errors import ApiError
 from gapless.server.generation import Choice, Generation
@@ -130,7 +130,7 @@ class Service:
 
     def check_logprobs(self, count: int | None, *, param: str) -> None:
         """Raise ApiError for more of the likeliest tokens than can be told."""
-        most = min(self.options.max_logprobs, MAX_LOGPROBS, self.info.vocab_size)
+        most = min(self.options.max_logprobs, self.info.vocab_size)
         if count is not None and count > most:
             raise ApiError(400, f"{param} is {count}; the server allows {most}", param=param)
 
@@ -227,6 +227,8 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
         allowed, most = self.options.max_per_client, self.info.num_rows + self.options.max_queue
+        if count > (room := min(most, allowed or most)):  # now and at any other time
+            raise ApiError(400, f"{count} choices; the server has room for {room}", param="n")
         if (there := len(self.supervisor.roster)) + count > most:
             message = f"{there} requests run or wait; with these {count} more than the {most} that may"
             raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
