@@ -51,6 +51,8 @@ CHAT = "/v1/chat/completions"
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "no role"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
+        ({"messages": [*TALK, {"role": "user", "content": "a", "wieght": 1}]}, "messages.1.wieght"),
         ({"messages": "Hello"}, "messages"),
         ({"stream": "yes"}, "stream"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -134,7 +136,9 @@ def test_neutral_and_harmless_parameters_are_taken(server: Server, stream: bool)
         "parallel_tool_calls": True,
         "stream_options": {"include_usage": False} if stream else None,
     }
-    status, _ = server.send("POST", CHAT, {"messages": TALK, "max_tokens": 2, "stream": stream} | neutral)
+    said = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": [], "annotations": [], "name": "me"}
+    talk = [*TALK, said, *TALK]
+    status, _ = server.send("POST", CHAT, {"messages": talk, "max_tokens": 2, "stream": stream} | neutral)
     assert status == 200
 
 

@@ -38,7 +38,7 @@ from gapless.server.protocol import (
     refuse_unsupported,
 )
 from gapless.server.responses import Memory, answer_response
-from gapless.server.service import Service, chat_messages
+from gapless.server.service import Service
 from gapless.server.sse import ClientGone, EventStream, LongResponse, finish_for
 from gapless.server.state import read_state
 from gapless.server.traces import Traces
@@ -142,7 +142,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
         if body.prompt is not None:
             tokens = await service.encode(body.prompt, param="prompt", add_special_tokens=body.add_special_tokens)
         else:
-            messages = chat_messages(body.messages or [])
+            messages = service.chat_messages(body.messages or [])
             tokens = await service.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": service.info.max_model_len})
 

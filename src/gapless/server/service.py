@@ -28,6 +28,7 @@ from gapless.text.assembler import Assembler
 from gapless.text.tokenizer import LONG_TEXT, Tokenizer
 
 RETRY_AFTER_S = 1
+SPEAKER = "name"  # of a message; clients send it to label their own records, few templates write it
 CHARACTERS_A_TOKEN = 512  # no tokenizer makes longer tokens on average: longer texts cannot fit
 
 
@@ -102,6 +103,24 @@ class Service:
             return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         except InvalidRequest as error:
             raise ApiError(400, str(error), param=param) from None
+
+    def chat_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages as the template expects them. `developer` is a newer name of `system`. Raises ApiError."""
+        for index, message in enumerate(messages):
+            self._check_message(message, f"messages.{index}")
+        return [
+            {name: value for name, value in message if name in message.model_fields_set}
+            | {"role": "system" if message.role == "developer" else message.role}
+            for message in messages
+        ]
+
+    def _check_message(self, message: Message, where: str) -> None:
+        """What the template does not read would be lost without a word: tool calls, say."""
+        template = (self.tokenizer.chat_template if self.tokenizer is not None else None) or ""
+        for name, value in (message.model_extra or {}).items():
+            if value and name != SPEAKER and name not in template:
+                text = f"{where}.{name} is not supported: the model's chat template does not use it"
+                raise ApiError(400, text, param=f"{where}.{name}", code="unsupported_parameter")
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, param: str = "messages", **extra: Any
@@ -235,15 +254,6 @@ class Service:
         if allowed and (own := self._num_of_client[client]) + count > allowed:
             message = f"{own} of your requests run or wait; with these {count} more than the {allowed} that may"
             raise ApiError(429, message, code="client_queue_full", retry_after_s=RETRY_AFTER_S)
-
-
-def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates expect them. `developer` is a newer name of `system`."""
-    return [
-        {name: value for name, value in message if name in message.model_fields_set}
-        | {"role": "system" if message.role == "developer" else message.role}
-        for message in messages
-    ]
 
 
 def _nth(params: SamplingParams, number: int) -> SamplingParams:
