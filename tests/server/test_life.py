@@ -45,9 +45,11 @@ def test_a_drain_finishes_what_runs_and_takes_no_more(tmp_path: Path, long_dir: 
 
 
 def _check_cors(server: Server) -> None:
-    for origin, status in (("https://a.example", 200), ("https://b.example", 400)):
-        preflight = {"origin": origin, "access-control-request-method": "POST"}
-        assert server.send("OPTIONS", "/v1/completions", None, **preflight)[0] == status
+    preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert server.send("OPTIONS", "/v1/completions", None, **preflight)[0] == 200
+    preflight["origin"] = "https://b.example"
+    status, error = server.error("OPTIONS", "/v1/completions", None, **preflight)
+    assert (status, error["code"]) == (400, "cors_refused")
 
 
 def test_a_drain_has_an_end_and_a_key_guards(tmp_path: Path, long_dir: Path) -> None:
@@ -100,7 +102,12 @@ def _check_stalled_reader(server: Server) -> None:
 
 
 def _check_share(server: Server) -> None:
-    """The second key has one request running: 64 are one too many for it, and none for the first."""
+    """The second key has one request running: 64 are one too many for it, and none for the first.
+
+    65 are too many at any time: nobody is told to try again.
+    """
+    status, error = server.error("POST", "/v1/completions", {"prompt": ["a"] * 65}, authorization="Bearer first-key")
+    assert (status, error["message"]) == (400, "65 choices; the server has room for 64")
     body = {"prompt": ["a"] * 64, "max_tokens": 1}
     status, error = server.error("POST", "/v1/completions", body, authorization="Bearer second-key")
     assert (status, error["code"], error["type"]) == (429, "client_queue_full", "rate_limit_error")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import logging
@@ -394,6 +395,33 @@ def test_traces_are_made_only_where_they_can_go(caplog: pytest.LogCaptureFixture
     assert "pip install 'gapless[otel]'" in caplog.text
 
 
+def test_a_span_belongs_to_the_trace_of_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the part of OpenTelemetry that schemathesis brings; the rest is stood in for."""
+    trace = pytest.importorskip("opentelemetry.trace")
+    begun: list[tuple[Any, ...]] = []
+
+    class Tracer:
+        def start_as_current_span(self, *given: Any) -> contextlib.nullcontext[None]:
+            begun.append(given)
+            return contextlib.nullcontext()
+
+    class Provider:
+        def get_tracer(self, name: str) -> Tracer:
+            return Tracer()
+
+    monkeypatch.setattr("gapless.server.traces._provider", Provider)
+    traces = Traces("http://127.0.0.1:1")
+    number, scope = 0x0AF7651916CD43DD8448EB211C80319C, {"method": "POST", "path": "/v1/completions"}
+    for headers in ([(b"traceparent", f"00-{number:032x}-b7ad6b7169203331-01".encode())], [(b"traceparent", b"\xff")]):
+        with traces.span({**scope, "headers": headers}, "req_1"):
+            pass
+    parents = [trace.get_current_span(context).get_span_context().trace_id for _, context, _, _ in begun]
+    assert parents == [number, 0]
+    assert begun[0][0] == "POST /v1/completions"
+    assert begun[0][2] is trace.SpanKind.SERVER
+    assert begun[0][3]["gapless.request_id"] == "req_1"
+
+
 def test_a_timeline_is_told_in_seconds_before_now_and_bounded() -> None:
     class Recording:
         def timeline_tail(self, seconds: float) -> dict[str, Any]:
@@ -431,6 +459,16 @@ def test_keys_come_from_flags_file_and_environment(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ConfigError, match="none is given"):
         read_keys(ServerOptions(api_key_file=str(path)), None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_stop": 17}, {"max_logprobs": 21}, {"served_model_name": ("a", "")}, {"max_queue": -1}, {"port": 65536}],
+    ids=str,
+)
+def test_an_option_that_could_not_be_kept_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ServerOptions(**wrong)
 
 
 def test_memory_is_bounded() -> None:

@@ -44,13 +44,15 @@ CHAT = "/v1/chat/completions"
         ({"n": 5}, "n"),  # the server's limit is 4
         ({"stop": ["a"] * 17}, "stop"),
         ({"stop": ["x" * 257]}, "stop"),
-        ({"stop": [""]}, None),
+        ({"stop": [""]}, "stop"),
         ({"stop": 5}, "stop"),
         ({"stop_token_ids": [97]}, "stop_token_ids"),
         ({"stop_token_ids": list(range(17))}, "stop_token_ids"),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "no role"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
+        ({"messages": [*TALK, {"role": "user", "content": "a", "wieght": 1}]}, "messages.1.wieght"),
         ({"messages": "Hello"}, "messages"),
         ({"stream": "yes"}, "stream"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -84,6 +86,17 @@ def test_a_wrong_parameter_is_refused_by_name(server: Server, values: dict[str, 
 def test_what_a_response_cannot_include(server: Server, values: dict[str, Any], param: str) -> None:
     status, error = server.error("POST", "/v1/responses", {"input": "Hello", "max_output_tokens": 2} | values)
     assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "input",
+    ["a\ud800", [], "x" * (MAX_LEN + 1), [{"role": "user"}], [{"role": "user", "content": [{"type": "input_image"}]}]],
+    ids=["surrogate", "empty", "long", "no content", "image"],
+)
+def test_a_bad_input_of_a_response(server: Server, input: Any) -> None:
+    status, error = server.error("POST", "/v1/responses", {"input": input, "max_output_tokens": 2})
+    assert (status, error["param"]) == (400, "input")
+    assert "messages" not in error["message"] or "the messages" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +136,9 @@ def test_neutral_and_harmless_parameters_are_taken(server: Server, stream: bool)
         "parallel_tool_calls": True,
         "stream_options": {"include_usage": False} if stream else None,
     }
-    status, _ = server.send("POST", CHAT, {"messages": TALK, "max_tokens": 2, "stream": stream} | neutral)
+    said = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": [], "annotations": [], "name": "me"}
+    talk = [*TALK, said, *TALK]
+    status, _ = server.send("POST", CHAT, {"messages": talk, "max_tokens": 2, "stream": stream} | neutral)
     assert status == 200
 
 
@@ -192,8 +207,15 @@ def test_paths_and_methods(server: Server, method: str, path: str, status: int) 
     ids=range(12),
 )
 def test_a_malformed_body_is_a_400(server: Server, body: bytes) -> None:
-    status, _ = server.error("POST", CHAT, body)
+    status, error = server.error("POST", CHAT, body)
     assert status in (400, 404)
+    assert error["param"] in (None, "messages", "model")
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"null"], ids=["nothing", "list", "null"])
+def test_a_body_that_is_no_object_is_told_so(server: Server, body: bytes) -> None:
+    _, error = server.error("POST", CHAT, body)
+    assert error["message"] == "the body must be a JSON object"
 
 
 def test_a_body_must_be_json(server: Server) -> None:

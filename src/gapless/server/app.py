@@ -10,6 +10,7 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -37,7 +38,7 @@ from gapless.server.protocol import (
     refuse_unsupported,
 )
 from gapless.server.responses import Memory, answer_response
-from gapless.server.service import Service, chat_messages
+from gapless.server.service import Service
 from gapless.server.sse import ClientGone, EventStream, LongResponse, finish_for
 from gapless.server.state import read_state
 from gapless.server.traces import Traces
@@ -47,6 +48,19 @@ CLIENT_GONE = 499  # nobody reads it; it is for the log
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
 }
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, with the error object for whom it turns away."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code < 400:
+            return answer
+        refusal = error_response(ApiError(answer.status_code, bytes(answer.body).decode(), code="cors_refused"))
+        for name, value in answer.headers.items():
+            refusal.headers.setdefault(name, value)
+        return refusal
 
 
 class Answer(Protocol):
@@ -74,7 +88,7 @@ def build_app(service: Service, metrics: Metrics, keys: Sequence[str], traces: T
     app.add_middleware(Gate, options=service.options, keys=keys, metrics=metrics, traces=traces)
     if service.options.cors_origin:  # outside of the gate: what a browser asks first comes without a key
         origins = service.options.cors_origin
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(Cors, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
@@ -128,8 +142,8 @@ def _add_text(app: FastAPI, service: Service) -> None:
         if body.prompt is not None:
             tokens = await service.encode(body.prompt, param="prompt", add_special_tokens=body.add_special_tokens)
         else:
-            extra = {"add_generation_prompt": body.add_generation_prompt}
-            tokens = await service.encode_chat(chat_messages(body.messages or []), **extra)
+            messages = service.chat_messages(body.messages or [])
+            tokens = await service.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": service.info.max_model_len})
 
     @app.post("/detokenize", response_model=DetokenizeResponse)
@@ -214,9 +228,17 @@ def _add_errors(app: FastAPI) -> None:
             return error_response(
                 ApiError(415, "the body must be JSON, with the header content-type: application/json")
             )
-        param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query")) or None
-        text = "the body is not valid JSON" if first["type"] == "json_invalid" else first["msg"]
-        return error_response(ApiError(400, f"{param}: {text}" if param else text, param=param))
+        return error_response(_validation_error(first["type"], first["loc"], first["msg"]))
+
+
+def _validation_error(kind: str, place: Sequence[str | int], text: str) -> ApiError:
+    """What pydantic found, told by the parameter's name."""
+    if kind == "json_invalid":  # the place is a position in the text
+        return ApiError(400, "the body is not valid JSON")
+    if tuple(place) == ("body",):
+        return ApiError(400, "the body must be a JSON object")
+    param = ".".join(str(part) for part in place if part not in ("body", "query")) or None
+    return ApiError(400, f"{param}: {text}" if param else text, param=param)
 
 
 def _json(value: Any) -> Response:

@@ -12,7 +12,7 @@ from gapless.server.generation import Choice, Generation, Piece
 from gapless.server.logprobs import TokenTexts, tell_logprobs
 from gapless.server.messages import Scores
 from gapless.server.protocol import ChatRequest, refuse_unsupported
-from gapless.server.service import Plan, Service, chat_messages
+from gapless.server.service import Plan, Service
 from gapless.server.sse import DONE, event
 
 
@@ -97,7 +97,7 @@ async def answer_chat(service: Service, body: ChatRequest, client: str) -> ChatA
     service.check_choices(1, body.n)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ; send one", param="max_tokens")
-    prompt = await service.encode_chat(chat_messages(body.messages))
+    prompt = await service.encode_chat(service.chat_messages(body.messages))
     max_tokens = service.room_for(prompt, body.max_completion_tokens or body.max_tokens, param="messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = service.params(body, max_tokens, body.stop, logprobs=logprobs)

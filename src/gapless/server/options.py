@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gapless.config import parse_bytes
+from gapless.core.params import MAX_LOGPROBS, MAX_STOP_STRINGS
 from gapless.errors import ConfigError
 
 
@@ -39,8 +40,8 @@ class ServerOptions:
     max_n: int = _option(16, "choices for one prompt at most")
     max_choices: int = _option(1024, "prompts of one request times n at most")
     max_output_tokens: int = _option(2**20, "max_tokens of one request at most")
-    max_logprobs: int = _option(20, "top_logprobs of one request at most")
-    max_stop: int = _option(16, "stop strings of one request at most")
+    max_logprobs: int = _option(20, f"top_logprobs of one request at most; {MAX_LOGPROBS} is the most there can be")
+    max_stop: int = _option(16, f"stop strings of one request at most; {MAX_STOP_STRINGS} is the most there can be")
     max_stop_length: int = _option(256, "characters of one stop string at most")
     request_timeout: float = _option(600.0, "seconds that one request may take, queue included")
     header_timeout: float = _option(10.0, "seconds that a client may take to send the headers of a request")
@@ -58,8 +59,10 @@ class ServerOptions:
         _whole("max_per_client", self.max_per_client, 0, 2**20)
         for name in ("max_n", "max_choices", "max_output_tokens", "max_stop_length"):
             _whole(name, getattr(self, name), 1, 2**31 - 1)
-        for name in ("max_logprobs", "max_stop"):
-            _whole(name, getattr(self, name), 0, 2**31 - 1)
+        _whole("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
+        _whole("max_stop", self.max_stop, 0, MAX_STOP_STRINGS)
+        if "" in self.served_model_name:
+            raise ConfigError("served_model_name must not be empty")
         for name in ("request", "header", "body", "write", "template", "health", "step"):
             _seconds(f"{name}_timeout", getattr(self, f"{name}_timeout"), above_zero=True)
         _seconds("drain_timeout", self.drain_timeout, above_zero=False)

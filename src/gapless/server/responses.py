@@ -169,7 +169,7 @@ async def answer_response(service: Service, body: ResponsesRequest, memory: Memo
     earlier = memory.recall(body.previous_response_id) if body.previous_response_id is not None else []
     talk = [*earlier, *_turns(body.input)]
     instructed: Talk = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
-    prompt = await service.encode_chat([*instructed, *talk])
+    prompt = await service.encode_chat([*instructed, *talk], param="input")
     max_tokens = service.room_for(prompt, body.max_output_tokens, param="input")
     params = service.params(body, max_tokens, None, logprobs=logprobs)
     generation = service.start([Plan(prompt, params)], None, body.timeout, client)
@@ -190,6 +190,8 @@ def _num_logprobs(service: Service, body: ResponsesRequest) -> int | None:
 def _turns(given: str | list[dict[str, Any]]) -> Talk:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
+    if not given:
+        raise ApiError(400, "input is empty; it needs at least one message", param="input")
     return [_turn(index, item) for index, item in enumerate(given)]
 
 

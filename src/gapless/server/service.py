@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gapless.core.params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams, derive_seed
+from gapless.core.params import MAX_STOP_IDS, SamplingParams, derive_seed
 from gapless.errors import InvalidRequest
 from gapless.server.errors import ApiError
 from gapless.server.generation import Choice, Generation
@@ -28,6 +28,7 @@ from gapless.text.assembler import Assembler
 from gapless.text.tokenizer import LONG_TEXT, Tokenizer
 
 RETRY_AFTER_S = 1
+SPEAKER = "name"  # of a message; clients send it to label their own records, few templates write it
 CHARACTERS_A_TOKEN = 512  # no tokenizer makes longer tokens on average: longer texts cannot fit
 
 
@@ -103,14 +104,34 @@ class Service:
         except InvalidRequest as error:
             raise ApiError(400, str(error), param=param) from None
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **extra: Any) -> list[int]:
+    def chat_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages as the template expects them. `developer` is a newer name of `system`. Raises ApiError."""
+        for index, message in enumerate(messages):
+            self._check_message(message, f"messages.{index}")
+        return [
+            {name: value for name, value in message if name in message.model_fields_set}
+            | {"role": "system" if message.role == "developer" else message.role}
+            for message in messages
+        ]
+
+    def _check_message(self, message: Message, where: str) -> None:
+        """What the template does not read would be lost without a word: tool calls, say."""
+        template = (self.tokenizer.chat_template if self.tokenizer is not None else None) or ""
+        for name, value in (message.model_extra or {}).items():
+            if value and name != SPEAKER and name not in template:
+                text = f"{where}.{name} is not supported: the model's chat template does not use it"
+                raise ApiError(400, text, param=f"{where}.{name}", code="unsupported_parameter")
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, param: str = "messages", **extra: Any
+    ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn. Raises ApiError."""
         self._tokenizer()
         try:
             text = await self.renderer.render(messages, **extra)
         except InvalidRequest as error:
-            raise ApiError(400, str(error), param="messages") from None
-        return await self.encode(text, param="messages", add_special_tokens=False)
+            raise ApiError(400, str(error), param=param) from None
+        return await self.encode(text, param=param, add_special_tokens=False)
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids, special ones included. Raises ApiError."""
@@ -128,7 +149,7 @@ class Service:
 
     def check_logprobs(self, count: int | None, *, param: str) -> None:
         """Raise ApiError for more of the likeliest tokens than can be told."""
-        most = min(self.options.max_logprobs, MAX_LOGPROBS, self.info.vocab_size)
+        most = min(self.options.max_logprobs, self.info.vocab_size)
         if count is not None and count > most:
             raise ApiError(400, f"{param} is {count}; the server allows {most}", param=param)
 
@@ -138,11 +159,14 @@ class Service:
         """Sampling parameters from the wire; `scores` are logprobs and prompt_logprobs. Raises ApiError."""
         options = self.options
         if max_tokens > options.max_output_tokens:
-            raise ApiError(400, f"max_tokens is {max_tokens}; the server allows {options.max_output_tokens}")
+            message = f"max_tokens is {max_tokens}; the server allows {options.max_output_tokens}"
+            raise ApiError(400, message, param="max_tokens")
         stops = [stop] if isinstance(stop, str) else stop or []
         if len(stops) > options.max_stop or any(len(text) > options.max_stop_length for text in stops):
             limit = f"at most {options.max_stop} stop strings of at most {options.max_stop_length} characters"
             raise ApiError(400, limit, param="stop")
+        if "" in stops:
+            raise ApiError(400, "a stop string must not be empty", param="stop")
         if stops and self.tokenizer is None:
             raise ApiError(400, "stop strings need a tokenizer, which the model does not have", param="stop")
         if len(body.stop_token_ids or ()) > MAX_STOP_IDS:
@@ -222,21 +246,14 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
         allowed, most = self.options.max_per_client, self.info.num_rows + self.options.max_queue
+        if count > (room := min(most, allowed or most)):  # now and at any other time
+            raise ApiError(400, f"{count} choices; the server has room for {room}", param="n")
         if (there := len(self.supervisor.roster)) + count > most:
             message = f"{there} requests run or wait; with these {count} more than the {most} that may"
             raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
         if allowed and (own := self._num_of_client[client]) + count > allowed:
             message = f"{own} of your requests run or wait; with these {count} more than the {allowed} that may"
             raise ApiError(429, message, code="client_queue_full", retry_after_s=RETRY_AFTER_S)
-
-
-def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates expect them. `developer` is a newer name of `system`."""
-    return [
-        {name: value for name, value in message if name in message.model_fields_set}
-        | {"role": "system" if message.role == "developer" else message.role}
-        for message in messages
-    ]
 
 
 def _nth(params: SamplingParams, number: int) -> SamplingParams:

@@ -1,6 +1,7 @@
 """A span for each HTTP request, sent to an OpenTelemetry endpoint when one is configured and the packages are there.
 
-Loads nothing otherwise. The standard variables OTEL_* are read by OpenTelemetry itself.
+A span belongs to the trace that the client's headers name, if they do. Loads nothing otherwise. The standard variables
+OTEL_* are read by OpenTelemetry itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from starlette.types import Scope
 
 log = logging.getLogger(__name__)
+Span = AbstractContextManager[Any]
 
 
 class Traces:
@@ -22,7 +24,7 @@ class Traces:
         self._provider: Any = _provider() if endpoint else None
         self._tracer: Any = self._provider.get_tracer("gapless") if self._provider is not None else None
 
-    def span(self, scope: Scope, request_id: str) -> AbstractContextManager[Any]:
+    def span(self, scope: Scope, request_id: str) -> Span:
         """A block that is one span, given to it; or None where there are no traces."""
         if self._tracer is None:
             return contextlib.nullcontext()
@@ -31,10 +33,8 @@ class Traces:
             "url.path": scope["path"],
             "gapless.request_id": request_id,
         }
-        span: AbstractContextManager[Any] = self._tracer.start_as_current_span(
-            f"{scope['method']} {scope['path']}", attributes=attributes
-        )
-        return span
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        return _server_span(self._tracer, f"{scope['method']} {scope['path']}", headers, attributes)
 
     def close(self) -> None:
         """Send what is left."""
@@ -42,14 +42,24 @@ class Traces:
             self._provider.shutdown()
 
 
+def _server_span(tracer: Any, name: str, headers: dict[str, str], attributes: dict[str, str]) -> Span:
+    from opentelemetry.propagate import extract
+    from opentelemetry.trace import SpanKind
+
+    span: Span = tracer.start_as_current_span(name, extract(headers), SpanKind.SERVER, attributes)
+    return span
+
+
 def _provider() -> Any:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         log.warning("an OpenTelemetry endpoint is configured, but %s; pip install 'gapless[otel]'", error)
         return None
-    provider = TracerProvider()
+    given = OTELResourceDetector().detect().attributes
+    provider = TracerProvider(resource=Resource.create({"service.name": "gapless", **given}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
