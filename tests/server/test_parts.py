@@ -422,16 +422,16 @@ def test_a_span_belongs_to_the_trace_of_its_client(monkeypatch: pytest.MonkeyPat
     assert begun[0][3]["gapless.request_id"] == "req_1"
 
 
-def test_a_timeline_is_told_in_seconds_before_now_and_bounded() -> None:
+def test_a_timeline_is_told_in_seconds_before_now() -> None:
     class Recording:
         def timeline_tail(self, seconds: float) -> dict[str, Any]:
-            steps = [[-i - 0.5, -i, f"step {i}", i] for i in range(3500, 0, -1)]
-            return {"seconds": seconds, "cpu": [], "h2d": [], "gpu": steps, "d2h": []}
+            steps = [[-i - 0.5, -i, f"step {i}", i] for i in range(35, 0, -1)]
+            return {"seconds": seconds / 2, "cpu": [], "h2d": [], "gpu": steps, "d2h": []}
 
-    found = read_timeline(Recording(), 2.0)  # type: ignore[arg-type]
+    seconds, found = read_timeline(Recording(), 2.0)  # type: ignore[arg-type]
+    assert seconds == 1.0
     assert list(found) == ["cpu", "h2d", "gpu", "d2h"]
     assert found["gpu"][-1] == (1.5, 1, "step 1")
-    assert len(found["gpu"]) == 3000
 
 
 def test_totals_go_on_when_an_engine_dies() -> None:

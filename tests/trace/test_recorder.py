@@ -256,10 +256,11 @@ def test_steps_in_flight_are_as_deep_as_asked(traced: Any) -> None:
     assert llm.engine.waste()["blocks_in_flight"] == 0 < llm.engine.waste()["max_blocks_in_flight"]
 
 
-def test_the_tail_is_plain_lists_of_the_last_seconds(traced: Any) -> None:
+def test_the_tail_is_plain_lists_of_the_last_seconds(traced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import json
 
     llm, *_ = traced
+    monkeypatch.setattr(module, "TAIL_STEPS", 1000)
     found = llm.engine.timeline_tail(1000.0)
     assert set(found) == {"seconds", "cpu", "h2d", "gpu", "d2h"}
     assert json.loads(json.dumps(found)) == found
@@ -270,6 +271,15 @@ def test_the_tail_is_plain_lists_of_the_last_seconds(traced: Any) -> None:
             assert isinstance(name, str)
             assert isinstance(step, int)
     assert llm.engine.timeline_tail(1e-9)["gpu"] == []
+
+
+def test_the_tail_is_bounded_and_says_how_far_it_reaches(traced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, *_ = traced
+    monkeypatch.setattr(module, "TAIL_STEPS", 5)
+    found = llm.engine.timeline_tail(1000.0)
+    assert len(found["gpu"]) == len(found["d2h"]) == 5
+    assert 0 < found["seconds"] < 1000
+    assert all(-found["seconds"] <= end for _, end, *_ in found["cpu"])
 
 
 def test_readers_do_not_disturb(tiny_dir: Path) -> None:

@@ -104,13 +104,11 @@ class Engine:
         With `generated`, tokens that another engine already sampled for it with the same seed, the request goes on
         after them; they count as generated, not as prompt.
         """
-        model, limits = self.resolved.model, self.resolved.limits
         with self._lock:
             number = self._num_requests
             seed = params.seed if params.seed is not None else derive_seed(self.options.seed, number)
-            found = make_request(
-                f"r{number}", prompt, params, seed, model, limits, streams=streams, generated=generated
-            )
+            name = f"r{number}"
+            found = make_request(name, prompt, params, seed, self.resolved, streams=streams, generated=generated)
             self._num_requests += 1  # only now: who was refused leaves no trace in the seeds of others
         return found
 

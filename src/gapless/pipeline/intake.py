@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gapless.core.limits import Limits, check_fits
+from gapless.core.limits import check_fits
 from gapless.core.params import MAX_STOP_IDS, SamplingParams
 from gapless.core.request import IntArray, Request, int_array
 from gapless.errors import InvalidRequest
-from gapless.models.config import ModelConfig
+from gapless.runner.build import Resolved
 
 
 def make_request(
@@ -18,14 +18,15 @@ def make_request(
     prompt: Sequence[int] | IntArray,
     params: SamplingParams,
     seed: int,
-    model: ModelConfig,
-    limits: Limits,
+    resolved: Resolved,
     *,
     streams: bool = False,
     generated: Sequence[int] | IntArray = (),
 ) -> Request:
     """Raises InvalidRequest. With `generated` the request goes on after these tokens, which are not its prompt."""
+    model, limits = resolved.model, resolved.limits
     _check_tokens(prompt, model.vocab_size, "prompt")
+    _check_tokens(params.stop_token_ids, model.vocab_size, "stop_token_ids", empty=True)
     most = max(params.logprobs or 0, params.prompt_logprobs or 0)
     if most > model.vocab_size:
         raise InvalidRequest(f"the {most} likeliest tokens of a vocabulary of {model.vocab_size} cannot be given")
@@ -34,7 +35,7 @@ def make_request(
         prompt=int_array(prompt),
         params=params,
         seed=seed,
-        stop_ids=_stop_ids(params, model),
+        stop_ids=_stop_ids(params, () if params.ignore_eos else model.eos_token_ids),
         limit=min(len(prompt) + params.max_tokens, limits.max_model_len),
         streams=streams,
     )
@@ -45,9 +46,7 @@ def make_request(
     return request
 
 
-def _stop_ids(params: SamplingParams, model: ModelConfig) -> tuple[int, ...]:
-    _check_tokens(params.stop_token_ids, model.vocab_size, "stop_token_ids", empty=True)
-    eos = () if params.ignore_eos else model.eos_token_ids
+def _stop_ids(params: SamplingParams, eos: Sequence[int]) -> tuple[int, ...]:
     stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
     if len(stop_ids) > MAX_STOP_IDS:
         raise InvalidRequest(f"{len(stop_ids)} stop and end-of-sequence tokens; at most {MAX_STOP_IDS}")

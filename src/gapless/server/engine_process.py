@@ -60,7 +60,6 @@ PULSE_S = 0.2
 CAUSES_EVERY = 5  # pulses, while requests run: why the device idled takes almost a millisecond to add up
 LANES = ("cpu", "h2d", "gpu", "d2h")
 SCORES = 64  # log-probabilities of a prompt that are packed, and later unpacked, at once
-MAX_SPANS = 3000  # of a lane in one message: the latest
 EXIT_FAILED = 70
 STARTED = struct.Struct("<q")
 log = logging.getLogger(__name__)
@@ -142,7 +141,7 @@ class EngineProcess:
             case Ping(id):
                 self._engine.ping(partial(self._outbox.put, Pong(id)))
             case ReadTimeline(id, seconds):
-                self._channel.send(Timeline(id, read_timeline(self._engine, seconds)))
+                self._channel.send(Timeline(id, *read_timeline(self._engine, seconds)))
             case _:
                 raise AssertionError(f"unexpected {type(message).__name__}")
 
@@ -278,10 +277,10 @@ def read_pulse(engine: Engine, elapsed_s: float, idle_s: dict[str, float]) -> Pu
     )
 
 
-def read_timeline(engine: Engine, seconds: float) -> dict[str, list[Span]]:
-    """The last seconds of each lane. Takes the interpreter lock from the loop's thread for a moment."""
+def read_timeline(engine: Engine, seconds: float) -> tuple[float, dict[str, list[Span]]]:
+    """How many of the last seconds, and their lanes. Takes the interpreter lock from the loop's thread for a moment."""
     found = engine.timeline_tail(seconds)
-    return {lane: [(-begin, -end, name) for begin, end, name, _ in found[lane][-MAX_SPANS:]] for lane in LANES}
+    return found["seconds"], {lane: [(-begin, -end, name) for begin, end, name, _ in found[lane]] for lane in LANES}
 
 
 class _Forward(logging.Handler):

@@ -141,6 +141,7 @@ class Timeline(Message, frozen=True):
     """The last seconds of each lane."""
 
     id: int
+    seconds: float  # fewer than asked for, where too much happened in them
     lanes: dict[str, list[Span]]
 
 

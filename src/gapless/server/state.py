@@ -34,4 +34,5 @@ async def read_state(service: Service, metrics: Metrics, seconds: float) -> dict
         "restarts": supervisor.num_restarts,
         "idle_s": {cause: totals.get("idle", cause) for cause in totals.names("idle")},
         "timeline": timeline.lanes if timeline is not None else {},
+        "timeline_s": timeline.seconds if timeline is not None else 0.0,
     }

@@ -36,6 +36,7 @@ from gapless.trace.columns import (
 from gapless.trace.timeline import Timeline, cut
 
 FOLD_STEPS = 256  # steps between two summations
+TAIL_STEPS = 300  # told at most to who wants to see the last seconds
 KEPT_FOLDS = 16  # of those, when not everything is kept
 NEVER = float("nan")
 # Rows, each written in one go, so that whoever reads meanwhile sees whole ones.
@@ -232,9 +233,16 @@ class Recorder:
         return cut(whole, began)
 
     def tail(self, seconds: float) -> dict[str, Any]:
-        """The four lanes of the last seconds, as lists of [begin, end, name, step]; times are below 0, from now."""
+        """The four lanes of the last seconds, as lists of [begin, end, name, step]; times are below 0, from now.
+
+        Fewer seconds than asked for, as "seconds" says, where there were too many steps in them to be told in passing.
+        """
         now = time.perf_counter()
-        return {"seconds": seconds, **self.timeline(since=now - seconds).lanes(now)}
+        found = self.timeline(since=now - seconds)
+        if len(found.steps) > TAIL_STEPS:
+            found = cut(found, float(found.steps.collected[-TAIL_STEPS]))
+            seconds = now - found.began
+        return {"seconds": seconds, **found.lanes(now)}
 
 
 def _columns(rows: array[float], width: int) -> list[Any]:
