@@ -36,7 +36,7 @@ from gapless.trace.columns import (
 from gapless.trace.timeline import Timeline, cut
 
 FOLD_STEPS = 256  # steps between two summations
-TAIL_STEPS = 300  # told at most to who wants to see the last seconds
+TAIL_STEPS = 150  # told at most to who wants to see the last seconds
 KEPT_FOLDS = 16  # of those, when not everything is kept
 NEVER = float("nan")
 # Rows, each written in one go, so that whoever reads meanwhile sees whole ones.
