@@ -147,9 +147,10 @@ def test_run_and_generate_end_with_the_summary_and_write_a_trace(
     assert printed[-2].startswith("idle: ")
     assert printed[-1].startswith("timeline: ")
     assert runs_of(trace)[0]["tokens"] == 36
-    assert main(["generate", "Hello", "--depth", "2", *common]) == 0
+    assert main(["generate", "Hello", *common]) == 0
     assert "idle: " in capsys.readouterr().err
     assert runs_of(trace)[0]["tokens"] == 12
+    assert runs_of(trace)[0]["label"].startswith("depth auto (")  # both were tried: neither is what it was
 
 
 def test_both_classes_write_when_closed(tiny_dir: Path, tmp_path: Path) -> None:
