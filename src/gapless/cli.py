@@ -86,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "compare", "run prompts at two depths and draw both timelines in the terminal", _compare
     )
     compare.add_argument("--width", type=int, metavar="N", help="characters in a line (default: the terminal's)")
+    compare.add_argument("--trace", metavar="T.json", help="write both timelines here too, and T.html beside it")
     for command, depths in ((trace, ["auto"]), (compare, [1, 2])):
         command.add_argument("prompts", help="file of prompts, as for run; - is standard input")
         command.add_argument(

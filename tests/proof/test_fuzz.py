@@ -54,3 +54,9 @@ def test_a_failure_is_made_small_and_saved(tmp_path, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert "seed 5" in out
     assert f"gapless check --replay {path}" in out
+
+
+def test_a_folder_that_is_not_there_is_refused_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        fuzz.main(["--save", "/no/such/folder"])
+    assert "no such folder" in capsys.readouterr().err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from made import NO_COLLECTIONS, make_marks, make_steps, simulated
 
 from gapless.errors import ConfigError
-from gapless.trace import perfetto, text
+from gapless.trace import page, perfetto, text
 from gapless.trace.files import TraceFiles
 from gapless.trace.timeline import Timeline, cut, load
 
@@ -39,7 +41,7 @@ def test_the_file_is_what_viewers_of_trace_events_read(both: list[Timeline]) -> 
         assert isinstance(event["pid"], int)
         assert isinstance(event["name"], str)
         if event["ph"] == "X":
-            assert event["ts"] >= -30
+            assert event["ts"] >= 0
             assert event["dur"] >= 0
             assert isinstance(event["tid"], int)
         if event["ph"] == "C":
@@ -49,20 +51,27 @@ def test_the_file_is_what_viewers_of_trace_events_read(both: list[Timeline]) -> 
 def test_runs_are_processes_and_lanes_are_threads(both: list[Timeline]) -> None:
     events = parsed(*both)["traceEvents"]
     names = {(e["name"], e["pid"], e["tid"]): e["args"].get("name") for e in events if e["ph"] == "M"}
-    assert [names["process_name", pid, 0] for pid in (1, 2)] == ["depth 1", "depth 2"]
+    assert [names["process_name", pid, pid] for pid in (10, 20)] == ["depth 1", "depth 2"]
     lanes = ["CPU", "H2D", "GPU", "D2H", "GPU idle, by cause"]
-    assert [names["thread_name", 1, tid] for tid in range(1, 6)] == lanes
-    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
-    for tid in (2, 3, 4):
+    for pid in (10, 20):  # the thread with the process's id is its main one: viewers show it first
+        assert [names["thread_name", pid, pid + i] for i in range(5)] == lanes
+    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 10]
+    for tid in (11, 12, 13):
         assert len([e for e in spans if e["tid"] == tid]) == 300
-    assert {e["name"] for e in spans if e["tid"] == 1} >= {"schedule", "fill", "launch", "collect", "commit", "deliver"}
+    host = {e["name"] for e in spans if e["tid"] == 10}
+    assert host >= {"schedule", "fill", "launch", "collect", "commit", "deliver"}
 
 
 def test_spans_of_a_lane_do_not_overlap(both: list[Timeline]) -> None:
-    for tid in range(1, 6):
-        spans = [e for e in parsed(both[0])["traceEvents"] if e["ph"] == "X" and e["tid"] == tid]
-        ends = [e["ts"] + e["dur"] for e in spans]
-        assert all(later["ts"] >= end - 0.01 for end, later in zip(ends, spans[1:], strict=False)), tid
+    """Nor by a nanosecond, with times cut down as Perfetto's viewer does it: it drops a span that crosses another."""
+    steps = both[1].steps  # back to back; a clock that is put right has some begin before the last one's end
+    early = replace(steps, compute_begin=steps.compute_begin - np.arange(len(steps)) % 3 * 1e-7)
+    spans = [e for e in parsed(both[0], replace(both[1], steps=early))["traceEvents"] if e["ph"] == "X"]
+    assert len([e for e in spans if e["tid"] == 22]) == len(steps)
+    for tid in {e["tid"] for e in spans}:
+        times = [(int(e["ts"] * 1000.0), int(e["dur"] * 1000.0)) for e in spans if e["tid"] == tid]
+        crossing = [(a, b) for a, b in pairwise(times) if sum(a) > b[0]]
+        assert crossing == []
 
 
 def test_a_step_says_what_it_is(both: list[Timeline]) -> None:
@@ -70,7 +79,7 @@ def test_a_step_says_what_it_is(both: list[Timeline]) -> None:
     step = next(e for e in events if e["name"] == "step 5")
     assert step["args"] == {"step": 5, "batch": 31, "tokens": 31, "in_flight": 1}
     assert step["dur"] == pytest.approx((both[0].steps.compute_end - both[0].steps.compute_begin)[4] * 1e6, abs=0.01)
-    idle = [e for e in events if e["ph"] == "X" and e["tid"] == 5]
+    idle = [e for e in events if e["ph"] == "X" and e["tid"] == 14]
     assert sum(e["dur"] for e in idle) == pytest.approx(both[0].idle_s * 1e6, rel=1e-3)
     for event in idle:
         assert sum(event["args"]["us_by_cause"].values()) == pytest.approx(event["dur"], abs=0.1)
@@ -133,10 +142,6 @@ def test_a_place_that_is_not_there_is_refused(name: str, tmp_path: Path, monkeyp
 
 
 def test_a_page_cannot_be_broken_by_a_name(both: list[Timeline], tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    from gapless.trace import page
-
     odd = replace(both[0], facts={**both[0].facts, "model": "</script><b>"})
     assert page.render([odd], "a < b").count("</script>") == 2
     assert "<title>a &lt; b</title>" in page.render([odd], "a < b")

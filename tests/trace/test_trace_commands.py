@@ -57,9 +57,12 @@ def test_trace_writes_both_depths_into_one_file(
 
 
 def test_compare_draws_both_and_says_whether_tokens_are_equal(
-    prompts: str, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
+    prompts: str, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["compare", prompts, "--model", str(tiny_dir), "--width", "90", *SMALL]) == 0
+    out = tmp_path / "C.json"
+    flags = ["--width", "90", "--trace", str(out), *SMALL]
+    assert main(["compare", prompts, "--model", str(tiny_dir), *flags]) == 0
+    assert [run["label"] for run in runs_of(out)] == ["depth 1", "depth 2"]
     printed = capsys.readouterr().out
     lines = printed.splitlines()
     assert {"depth 1", "depth 2"} <= set(lines)
@@ -117,6 +120,7 @@ def test_a_run_that_fails_is_traced_and_told(
         (["trace", "{prompts}", "-o", "/no/such/folder/T.json"], "no such folder"),
         (["trace", "{prompts}", "--depth", "0"], "depth must be a whole number between 1 and 8"),
         (["compare", "{prompts}", "--depth", "1", "two"], "depth"),
+        (["compare", "{prompts}", "--trace", "/no/such/folder/T.json"], "no such folder"),
         (["compare", "{prompts}", "--width", "-5"], "width must be at least 20, got -5"),
         (["trace", "{prompts}", "-o", "{folder}"], "is a folder"),
         (["trace", "no/such/file"], "no such file"),
@@ -147,9 +151,10 @@ def test_run_and_generate_end_with_the_summary_and_write_a_trace(
     assert printed[-2].startswith("idle: ")
     assert printed[-1].startswith("timeline: ")
     assert runs_of(trace)[0]["tokens"] == 36
-    assert main(["generate", "Hello", "--depth", "2", *common]) == 0
+    assert main(["generate", "Hello", *common]) == 0
     assert "idle: " in capsys.readouterr().err
     assert runs_of(trace)[0]["tokens"] == 12
+    assert runs_of(trace)[0]["label"].startswith("depth auto (")  # both were tried: neither is what it was
 
 
 def test_both_classes_write_when_closed(tiny_dir: Path, tmp_path: Path) -> None:

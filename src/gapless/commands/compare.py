@@ -11,6 +11,7 @@ from typing import Any
 from gapless.commands.trace import Recorded, record_all, tell_errors
 from gapless.config import EngineOptions
 from gapless.errors import ConfigError
+from gapless.trace.files import TraceFiles
 from gapless.trace.text import BLOCKS, draw, readable_s, style_for
 from gapless.trace.timeline import Timeline
 
@@ -21,7 +22,10 @@ def compare(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[
     """Run, draw, and put the numbers side by side."""
     if args.width is not None and args.width < LEAST_WIDTH:
         raise ConfigError(f"width must be at least {LEAST_WIDTH}, got {args.width}")
+    files = TraceFiles.at(args.trace) if args.trace is not None else None
     runs = record_all(args.prompts, options, sampling, args.depth)
+    if files is not None:
+        files.write([run.timeline for run in runs])
     if not runs[-1].is_whole:
         raise KeyboardInterrupt
     width = args.width or shutil.get_terminal_size((100, 24)).columns
@@ -32,6 +36,7 @@ def compare(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[
         table([run.timeline for run in runs]),
         "",
         equal(runs),
+        *([f"timeline: {files}"] if files is not None else []),
     ]
     print("\n".join(lines) if style is BLOCKS else "\n".join(lines).replace("µ", "u"))
     return tell_errors(runs)

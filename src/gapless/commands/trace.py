@@ -85,8 +85,7 @@ def _record(options: EngineOptions, lines: Sequence[Line], sampling: Mapping[str
                     errors[index] = completion.error
                 bar.advance(1, len(completion.token_ids))
             is_whole = True
-        label = f"depth {options.depth}" + (f" ({llm.engine.depth})" if options.depth == "auto" else "")
-        timeline = llm.engine.timeline(label, meter.before).trimmed()
+        timeline = llm.engine.timeline(before=meter.before).trimmed()
         return Recorded(timeline, tokens, errors, meter.summary(), is_whole)
 
 

@@ -191,7 +191,8 @@ class Engine:
             "max_blocks_in_flight": self._recorder.max_blocks_in_flight,
             "ledger": self.ledger(),
         }
-        name = label or f"depth {self.depth}"
+        found = f" ({self.depth})" if self.options.depth == "auto" else ""  # others were tried in the same run
+        name = label or f"depth {self.options.depth}{found}"
         return self._recorder.timeline(name, None if before is None else before.time_s, **facts)
 
     def capture_cost(self) -> str:

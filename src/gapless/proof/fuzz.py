@@ -98,6 +98,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None, help="where the workloads come from (default: the clock)")
     parser.add_argument("--save", default=".", metavar="DIR", help="where failing schedules are written")
     args = parser.parse_args(argv)
+    if not Path(args.save).is_dir():
+        parser.error(f"--save: {args.save}: no such folder")
     torch.set_num_threads(1)
     seed = args.seed if args.seed is not None else int(time.time())
     print(f"seed {seed}", flush=True)

@@ -2,6 +2,7 @@
 
 A run is a process, a lane is a thread. A fifth lane holds the idle time of the compute stream, each gap named after its
 largest cause. Times are microseconds from the run's begin. Written piece by piece: a long run is never one string.
+What viewers drop without a word is avoided: times below 0, and spans of a lane that overlap, be it by a nanosecond.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from gapless.trace.columns import EAGER, PREEMPTED
 from gapless.trace.timeline import VISIBLE_GAP_S, Timeline
 
 LANE_NAMES = {"cpu": "CPU", "h2d": "H2D", "gpu": "GPU", "d2h": "D2H"}
-IDLE_LANE = 5
+IDLE_LANE = len(LANE_NAMES)
+RUN_IDS = 10  # between the processes of two runs; the first lane has its process's id, as main threads do: shown first
+NANOSECOND = 1e-9  # taken off each span: viewers cut times down to whole ones, and a span must end before the next
 COUNTER_STEPS = 32  # that one reading of tokens/s covers
 
 
@@ -27,8 +30,8 @@ def write(timelines: Sequence[Timeline], file: TextIO) -> None:
     file.write(json.dumps({"producer": "gapless", "runs": [summary(timeline) for timeline in timelines]}))
     file.write(',"traceEvents":[')
     separator = "\n"
-    for pid, timeline in enumerate(timelines, start=1):
-        for event in events(timeline, pid):
+    for number, timeline in enumerate(timelines, start=1):
+        for event in events(timeline, number * RUN_IDS):
             file.write(separator + event)
             separator = ",\n"
     file.write("\n]}\n")
@@ -53,15 +56,17 @@ def summary(timeline: Timeline) -> dict[str, Any]:
 
 def events(timeline: Timeline, pid: int) -> Iterator[str]:
     """Every event of a run, as JSON: names, spans, idle gaps, counters."""
-    yield _name("process_name", pid, 0, timeline.label)
-    yield f'{{"ph":"M","name":"process_sort_index","pid":{pid},"tid":0,"args":{{"sort_index":{pid}}}}}'
-    for tid, (lane, spans) in enumerate(timeline.lanes(timeline.began).items(), start=1):
-        yield _name("thread_name", pid, tid, LANE_NAMES[lane])
+    yield from _named("process", pid, pid, timeline.label)
+    for tid, (lane, spans) in enumerate(timeline.lanes(timeline.began).items(), start=pid):
+        yield from _named("thread", pid, tid, LANE_NAMES[lane])
         details = _details(timeline) if lane == "gpu" else {}
+        until = 0.0
         for begin, end, name, step in spans:
             label = f"step {step}" if lane == "gpu" else name
-            yield _span(label, pid, tid, begin, end, f'"step":{step}{details.get(step, "")}')
-    yield _name("thread_name", pid, IDLE_LANE, "GPU idle, by cause")
+            # a GPU's clock that was put right between two steps may have the second begin a little too early
+            yield _span(label, pid, tid, max(begin, until), end, f'"step":{step}{details.get(step, "")}')
+            until = max(until, end)
+    yield from _named("thread", pid, pid + IDLE_LANE, "GPU idle, by cause")
     yield from _idle(timeline, pid)
     yield from _counters(timeline, pid)
 
@@ -89,7 +94,7 @@ def _idle(timeline: Timeline, pid: int) -> Iterator[str]:
         split = [(CAUSES[c], float(seconds[i, c])) for c in order[i].tolist() if seconds[i, c] > 0]
         parts = ",".join(f'"{cause}":{spent * 1e6:.3f}' for cause, spent in split)
         args = f'"before_step":{timeline.steps.step[i]},"us_by_cause":{{{parts}}}'
-        yield _span(split[0][0], pid, IDLE_LANE, begin[i] - timeline.began, end[i] - timeline.began, args)
+        yield _span(split[0][0], pid, pid + IDLE_LANE, begin[i] - timeline.began, end[i] - timeline.began, args)
 
 
 def _counters(timeline: Timeline, pid: int) -> Iterator[str]:
@@ -104,16 +109,20 @@ def _counters(timeline: Timeline, pid: int) -> Iterator[str]:
             yield _counter("tokens/s", pid, float(s.compute_end[i] - timeline.began), "tokens/s", tokens / seconds)
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> str:
-    return f'{{"ph":"M","name":"{kind}","pid":{pid},"tid":{tid},"args":{{"name":{json.dumps(name)}}}}}'
+def _named(kind: str, pid: int, tid: int, name: str) -> Iterator[str]:
+    """What a process or thread is called, and that it is shown in the order of the ids."""
+    head = f'"ph":"M","pid":{pid},"tid":{tid}'
+    yield f'{{{head},"name":"{kind}_name","args":{{"name":{json.dumps(name)}}}}}'
+    yield f'{{{head},"name":"{kind}_sort_index","args":{{"sort_index":{tid}}}}}'
 
 
 def _span(name: str, pid: int, tid: int, begin: float, end: float, args: str) -> str:
+    took = max(end - begin - NANOSECOND, 0)
     return (
         f'{{"ph":"X","name":"{name}","pid":{pid},"tid":{tid},'
-        f'"ts":{begin * 1e6:.3f},"dur":{(end - begin) * 1e6:.3f},"args":{{{args}}}}}'
+        f'"ts":{begin * 1e6:.3f},"dur":{took * 1e6:.3f},"args":{{{args}}}}}'
     )
 
 
 def _counter(name: str, pid: int, moment: float, unit: str, value: float) -> str:
-    return f'{{"ph":"C","name":"{name}","pid":{pid},"ts":{moment * 1e6:.3f},"args":{{"{unit}":{value:.1f}}}}}'
+    return f'{{"ph":"C","name":"{name}","pid":{pid},"ts":{max(moment, 0) * 1e6:.3f},"args":{{"{unit}":{value:.1f}}}}}'
