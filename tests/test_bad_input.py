@@ -180,6 +180,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "native": ({"native": None}, ("native must be true or false, got None",)),
     "batch_invariant": ({"batch_invariant": 1}, ("batch_invariant must be true or false, got 1",)),
     "trace": ({"trace": ""}, ("trace must be the name of a file", "got ''")),
+    "record": ({"record": None}, ("record must be true or false, got None",)),
+    "trace of nothing": ({"trace": "T.json", "record": False}, ("no timeline to write without record",)),
     "trace nowhere": ({"trace": "/no/such/folder/T.json"}, ("no such folder",)),
     "interleave": ({"interleave": -1}, ("interleave must be a whole number between 0", "got -1")),
     "kv_memory": ({"kv_memory": "a lot"}, ("kv_memory must be a size such as 2GiB or 512MiB, got 'a lot'",)),

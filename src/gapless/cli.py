@@ -92,11 +92,11 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--depth", type=_number_or_text, nargs="+", default=depths, metavar="D", help="depths to run"
         )
-        add_engine_options(command, without=("depth", "trace"))
+        add_engine_options(command, without=("depth", "trace", "record"))
         add_sampling_options(command)
 
     info = _command(commands, "info", "show device, data types, KV cache and limits", _info)
-    add_engine_options(info, without=("trace",))
+    add_engine_options(info, without=("trace", "record"))
 
     check = _command(commands, "check", "check that asynchronous batching gives what synchronous does", _check)
     check.add_argument("--prompts", metavar="FILE", help="prompts as for run; default: a few built-in ones")
@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     from gapless.commands.serve import add_arguments as add_server_options
 
     add_server_options(serve)
-    add_engine_options(serve, without=("trace",))
+    add_engine_options(serve, without=("trace", "record"))
 
     bench = commands.add_parser("bench", help="measure", description="Measure.")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
@@ -128,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     from gapless.bench.serving import add_arguments as add_load_options
 
     add_load_options(serving)
-    add_engine_options(serving, without=("trace",))
+    add_engine_options(serving, without=("trace", "record"))
     return parser
 
 

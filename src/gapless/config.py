@@ -56,6 +56,7 @@ class EngineOptions:
     num_threads: int | None = _option(None, "CPU threads of the model; default: one a core")
     native: bool = _option(True, "run CPU steps as one native call, where there is a C++ compiler")
     check: bool = _option(False, "check every overlap of streams and every invariant (slow)")
+    record: bool = _option(True, "record what every step took; without it nobody knows when and why the device idled")
     trace: str | bool | None = _option(None, "write the timeline here (T.json, and T.html beside it) when closed")
     interleave: int | None = _option(None, "a seed: run the streams in any order that events allow (CPU, slow)")
 
@@ -71,13 +72,15 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 1, high)
         _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("prefix_cache", "batch_invariant", "native", "check"):
+        for name in ("prefix_cache", "batch_invariant", "native", "check", "record"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.interleave is not None:
             _integer("interleave", self.interleave, 0, 2**63 - 1)
         if self.trace is not None and (not isinstance(self.trace, (str, bool)) or self.trace == ""):
             raise ConfigError(f"trace must be the name of a file, or true to record only, got {self.trace!r}")
+        if self.trace and not self.record:
+            raise ConfigError("trace: there is no timeline to write without record")
         if self.kv_memory is not None:
             parse_bytes("kv_memory", self.kv_memory)
 

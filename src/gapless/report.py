@@ -24,8 +24,8 @@ class OverlapMeter:
         """How well host and device overlapped: steps, speed, busy share, waste, and why the device idled."""
         stats, idle = self._engine.stats() - self.before, self._engine.idle_by_cause()
         spent = {cause: seconds - self._idle[cause] for cause, seconds in idle.items()}
-        start = [self._engine.capture_cost(), self._engine.attention()]
-        lines = [overlap_line(stats, self._engine), idle_line(spent, stats.time_s), *start]
+        why = idle_line(spent, stats.time_s) if self._engine.options.record else ""
+        lines = [overlap_line(stats, self._engine), why, self._engine.capture_cost(), self._engine.attention()]
         return "\n".join(line for line in lines if line)
 
 
@@ -35,7 +35,7 @@ def overlap_line(stats: Stats, engine: Engine) -> str:
     parts = [
         f"{stats.num_steps} step{'' if stats.num_steps == 1 else 's'}",
         f"{stats.num_generated / seconds:.0f} tok/s",
-        f"device busy {stats.busy_s / seconds:.1%}",
+        f"device busy {stats.busy_s / seconds:.1%}" if engine.options.record else "not recorded",
         f"{stats.num_overrun} wasted tokens",
         f"depth {engine.depth}" + ("" if engine.depth_is_final else " (still measuring)"),
     ]

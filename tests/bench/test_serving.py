@@ -160,6 +160,7 @@ def test_a_whole_run(tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["bench", "serve", *flags, *load, *files]) == 0
     out = capsys.readouterr().out
     assert "12 requests in" in out
+    assert "\nidle: " in out
     assert "device idle with work to do:" in out
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["summary"]["output_tokens"] == 120

@@ -17,6 +17,7 @@ import pytest
 from gapless import LLM, SamplingParams
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.pipeline.executor import LocalExecutor
+from gapless.report import OverlapMeter
 from gapless.trace import recorder as module
 from gapless.trace.causes import CAUSES
 from gapless.trace.columns import (
@@ -280,6 +281,23 @@ def test_the_tail_is_bounded_and_says_how_far_it_reaches(traced: Any, monkeypatc
     assert len(found["gpu"]) == len(found["d2h"]) == 5
     assert 0 < found["seconds"] < 1000
     assert all(-found["seconds"] <= end for _, end, *_ in found["cpu"])
+
+
+def test_switched_off_it_is_told_nothing_and_the_summary_says_so(tiny_dir: Path) -> None:
+    listeners = list(gc.callbacks)
+    found = []
+    for record in (True, False):
+        with LLM(tiny_dir, **CPU, depth=2, record=record) as llm:
+            meter = OverlapMeter(llm.engine)
+            params = SamplingParams(max_tokens=8, temperature=0)
+            found.append([item.token_ids for item in llm.generate([[1, 2, 3], [4, 5]], params)])
+            summary = meter.summary()
+            assert ("not recorded" in summary) is not record
+            assert ("idle:" in summary) is record
+            assert (gc.callbacks == listeners) is not record
+            assert any(llm.engine.idle_by_cause().values()) is record
+            assert len(llm.engine.timeline().marks) > 0 or not record
+    assert found[0] == found[1]
 
 
 def test_readers_do_not_disturb(tiny_dir: Path) -> None:

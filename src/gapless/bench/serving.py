@@ -62,8 +62,13 @@ def main(args: argparse.Namespace, engine: EngineOptions) -> int:
     summary = summarize(samples, args.slo_ttft, args.slo_tpot)
     print(format_summary(summary, f"{args.slo_ttft:g} ms to the first and {args.slo_tpot:g} ms per further token"))
     runs: dict[str, Idle] = {}
+    if served:
+        from gapless.report import idle_line  # loads torch
+
+        runs["served"] = served[0]
+        print(idle_line(served[0].by_cause, served[0].seconds))
     if args.idle:
-        runs = {"served": served[0], "offline": offline(engine, asks)}
+        runs["offline"] = offline(engine, asks)
         print(format_idle(**runs))
     _write(args, summary, samples, runs)
     return 1 if summary.num_errors else 0
@@ -81,7 +86,7 @@ async def _measure(endpoint: Endpoint, args: argparse.Namespace) -> tuple[list[A
     bodies = [body_of(ask, model, i, ignore_eos=not args.no_ignore_eos, ids=ids) for i, ask in enumerate(asks)]
     await complete(endpoint, bodies[0] | {"max_tokens": 2}, time.perf_counter(), args.timeout)  # warms both ends up
     async with contextlib.AsyncExitStack() as stack:
-        idle = await stack.enter_async_context(watched(endpoint)) if args.idle else []
+        idle = await stack.enter_async_context(watched(endpoint)) if ours else []
         with progress_bar("requests", len(asks), unit="req") as bar:
             samples = await run_load(endpoint, bodies, asks, args, bar)
     return asks, samples, idle

@@ -57,6 +57,9 @@ class Engine:
         self._recorder = Recorder(
             keep_all=bool(options.trace), counts=self._scheduler.counters, missed=self._built.runner.ledger
         )
+        self._told = self._recorder if options.record else None  # by loop and executor
+        if not options.record:
+            self._recorder.close()
         self._depth: Depth = FixedDepth(int(options.depth)) if fixed else AutoDepth(AUTO_DEPTHS)
         num_slots = int(options.depth) if fixed else max(AUTO_DEPTHS)
         self._executor = self._make_executor(num_slots)
@@ -73,7 +76,7 @@ class Engine:
         self._thread.start()
 
     def _make_executor(self, num_slots: int) -> Executor:
-        make = partial(LocalExecutor, recorder=self._recorder)
+        make = partial(LocalExecutor, recorder=self._told)
         device, runner, limits = self._built.device, self._built.runner, self.resolved.limits
         if self.options.check:
             return CheckedExecutor(device, runner, limits, num_slots, self._scheduler, self._built.layers, make)
@@ -216,8 +219,9 @@ class Engine:
     def _run(self) -> None:
         try:
             executor = _Announcing(self._executor, self._announce)
-            self._recorder.start()
-            run_loop(self._scheduler, executor, self._depth, self._admit, self._deliver, self._recorder)
+            if self._told is not None:
+                self._told.start()
+            run_loop(self._scheduler, executor, self._depth, self._admit, self._deliver, self._told)
         except BaseException as error:
             log.exception("the engine died")
             self._die(error)
@@ -236,8 +240,8 @@ class Engine:
                 message = self._inbox.get(block=idle)
             except queue.Empty:
                 return True
-            if idle:
-                self._recorder.woken()
+            if idle and self._told is not None:
+                self._told.woken()
             self._idle = idle = False
             match message:
                 case Submit():
