@@ -49,7 +49,7 @@ LAW: dict[str, tuple[str, ...]] = {
         "errors",
     ),
     **dict.fromkeys(TOP_LEVEL, ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES)),
-    "server": ("pipeline.engine", "models.source", "text", *VALUES, *LEAVES),
+    "server": ("pipeline.engine", "models.source", "text", "trace.files", *VALUES, *LEAVES),
     "cli": ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES, *BENCH),
     "__main__": ("cli",),
     "commands": ("pipeline.engine", "models.source", "text", "trace", "server", *VALUES, *TOP_LEVEL, *LEAVES, *PROOF),

@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     from gapless.commands.serve import add_arguments as add_server_options
 
     add_server_options(serve)
-    add_engine_options(serve, without=("trace", "record"))
+    add_engine_options(serve, without=("record",))
 
     bench = commands.add_parser("bench", help="measure", description="Measure.")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
@@ -128,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     from gapless.bench.serving import add_arguments as add_load_options
 
     add_load_options(serving)
-    add_engine_options(serving, without=("trace", "record"))
+    add_engine_options(serving, without=("record",))
     return parser
 
 

@@ -31,7 +31,8 @@ def begin(server: Server) -> openai.Stream[openai.types.Completion]:
 
 
 def test_a_drain_finishes_what_runs_and_takes_no_more(tmp_path: Path, long_dir: Path) -> None:
-    flags = ("--host", "0.0.0.0")
+    """And then writes the timeline that was asked for."""
+    flags = ("--host", "0.0.0.0", "--trace", str(tmp_path / "T.json"))
     with running(tmp_path / "log.jsonl", long_dir, *NAME, *flags, script=SLOW) as server:
         assert any("without an API key" in line["message"] for line in server.lines())
         stream = begin(server)
@@ -42,6 +43,10 @@ def test_a_drain_finishes_what_runs_and_takes_no_more(tmp_path: Path, long_dir: 
         rest = list(stream)
         assert rest[-1].choices[0].finish_reason == "length"
         assert server.process.wait(TIMEOUT_S) == 0
+        assert any("timeline: " in line["message"] for line in server.lines())
+    (run,) = json.loads((tmp_path / "T.json").read_text())["otherData"]["runs"]
+    assert run["steps"] >= LONG["max_tokens"]
+    assert "<html" in (tmp_path / "T.html").read_text()
 
 
 def _check_cors(server: Server) -> None:

@@ -48,7 +48,7 @@ class Counts:
 
 @pytest.fixture
 def recorder() -> Any:
-    found = Recorder(keep_all=True)
+    found = Recorder(kept_steps=None)
     found.start()
     yield found
     found.close()
@@ -104,14 +104,14 @@ def test_sums_do_not_depend_on_when_they_are_made(recorder: Recorder, monkeypatc
 
 def test_memory_is_bounded_unless_everything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FOLD_STEPS", 4)
-    for keep_all, expected in ((True, 400), (False, module.KEPT_FOLDS * 4 + 8)):
-        recorder = Recorder(keep_all=keep_all)
+    for kept_steps, expected in ((None, 400), (64, 64 + 8)):
+        recorder = Recorder(kept_steps=kept_steps)
         recorder.start()
         for step in range(400):
             play(recorder, step)
         recorder.close()
         kept = recorder.timeline()
-        assert len(kept.steps) == expected if keep_all else len(kept.steps) <= expected
+        assert len(kept.steps) == expected if kept_steps is None else len(kept.steps) <= expected
         assert kept.steps.step[-1] == 399
         assert len(recorder._marks) < 3 * 7 * 16
         assert "unknown" not in kept.idle_by_cause or kept.idle_by_cause["unknown"] < 1e-6
@@ -206,7 +206,7 @@ def test_any_executor_of_the_cpu_records_every_step(seed: int | None) -> None:
     """With threads, in a seeded order, and inline: device parts lie inside the host's begin and end of the step."""
     for driver in (None, InlineDriver()):
         device = CpuDevice(seed=seed, driver=driver)
-        recorder = Recorder(keep_all=True)
+        recorder = Recorder(kept_steps=None)
         executor = LocalExecutor(device, toy_runner(device, LIMITS), LIMITS, 2, recorder)
         run_toy(executor, toy_requests(), depth=2)
         recorder.close()

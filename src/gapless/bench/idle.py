@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gapless.bench.load import Ask
@@ -71,7 +71,7 @@ def offline(engine: EngineOptions, asks: Sequence[Ask]) -> Idle:
 
     params = [SamplingParams(max_tokens=ask.max_tokens, temperature=0, ignore_eos=True) for ask in asks]
     prompts = [ask.prompt for ask in asks]
-    with LLM(**asdict(engine)) as llm:
+    with LLM(**asdict(replace(engine, trace=None))) as llm:
         llm.generate(prompts[:1], params[:1])
         before, began_s = llm.engine.idle_by_cause(), time.perf_counter()
         llm.generate(prompts, params)

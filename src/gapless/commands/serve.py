@@ -34,6 +34,10 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 def serve(args: argparse.Namespace, engine: EngineOptions) -> int:
     """Run the server until it is told to stop."""
     options = server_options(args)
+    if isinstance(engine.trace, str):
+        from gapless.trace.files import TraceFiles
+
+        TraceFiles.at(engine.trace)  # raises ConfigError where it could not be written in the end
     try:
         from gapless.server.run import serve as run
     except ModuleNotFoundError as error:

@@ -33,7 +33,7 @@ from gapless.pipeline.intake import make_request
 from gapless.pipeline.loop import Depth, run_loop
 from gapless.pipeline.readings import Load, Pulse, Stats
 from gapless.runner.build import Built, Resolved, build, resolve
-from gapless.trace.recorder import Recorder
+from gapless.trace.recorder import KEPT_STEPS, Recorder
 from gapless.trace.timeline import Timeline
 
 log = logging.getLogger(__name__)
@@ -47,15 +47,22 @@ class Engine:
     """Runs requests until closed."""
 
     def __init__(
-        self, options: EngineOptions, source: ModelSource, progress: Callable[[int, int], None] | None = None
+        self,
+        options: EngineOptions,
+        source: ModelSource,
+        progress: Callable[[int, int], None] | None = None,
+        traced_steps: int | None = None,
     ) -> None:
+        """traced_steps: how many steps a trace has at most; the last ones."""
         self.options = options
         self._built: Built = _in_a_thread(partial(build, options, source, progress))
         self.resolved = self._built.resolved
         self._scheduler = Scheduler(self.resolved.limits)
         fixed = options.depth != "auto"
         self._recorder = Recorder(
-            keep_all=bool(options.trace), counts=self._scheduler.counters, missed=self._built.runner.ledger
+            kept_steps=traced_steps if options.trace else KEPT_STEPS,
+            counts=self._scheduler.counters,
+            missed=self._built.runner.ledger,
         )
         self._told = self._recorder if options.record else None  # by loop and executor
         if not options.record:

@@ -55,9 +55,11 @@ from gapless.server.messages import (
     ToEngine,
     pack_scores,
 )
+from gapless.trace.files import TraceFiles
 
 PULSE_S = 0.2
 CAUSES_EVERY = 5  # pulses, while requests run: why the device idled takes almost a millisecond to add up
+TRACED_STEPS = 100_000  # 20 MB of memory, and some seconds to write
 LANES = ("cpu", "h2d", "gpu", "d2h")
 SCORES = 64  # log-probabilities of a prompt that are packed, and later unpacked, at once
 EXIT_FAILED = 70
@@ -89,6 +91,7 @@ def main(socket_fd: int, started_fd: int) -> None:
         engine = load(channel, EngineOptions.from_dict(start.options))
         collect_garbage_rarely()
         EngineProcess(engine, channel, started_fd).run()
+        write_trace(engine)
     except Disconnected:
         os._exit(0)
     os._exit(0)  # the parent has all it wants; threads of libraries are not waited for
@@ -101,7 +104,7 @@ def load(channel: ChildChannel[ToEngine], options: EngineOptions) -> Engine:
         channel.send(Loading(done, total))
 
     try:
-        return Engine(options, resolve(options.model), progress)
+        return Engine(options, resolve(options.model), progress, TRACED_STEPS)
     except Exception as error:
         channel.send(LoadFailed(str(error) if isinstance(error, GaplessError) else f"{type(error).__name__}: {error}"))
         os._exit(EXIT_FAILED)
@@ -275,6 +278,20 @@ def read_pulse(engine: Engine, elapsed_s: float, idle_s: dict[str, float]) -> Pu
         ledger=engine.ledger(),
         idle_s=idle_s,
     )
+
+
+def write_trace(engine: Engine) -> None:
+    """The last steps' timeline, where one is wanted."""
+    name = engine.options.trace
+    if not isinstance(name, str):
+        return
+    try:
+        files = TraceFiles.at(name)
+        files.write([engine.timeline()])
+    except GaplessError as error:
+        log.warning("no timeline: %s", error)
+    else:
+        log.info("timeline: %s", files)
 
 
 def read_timeline(engine: Engine, seconds: float) -> tuple[float, dict[str, list[Span]]]:

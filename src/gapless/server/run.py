@@ -128,6 +128,7 @@ class Life:
         await serving
         if engines.done():
             engines.result()  # raises why there is no engine
+        await self._service.supervisor.close()  # which still hears what the engine has to say
         engines.cancel()
         return self._status
 

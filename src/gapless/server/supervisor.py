@@ -52,6 +52,7 @@ ENGINE_COMMAND = (sys.executable, "-m", "gapless.server.engine_process")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0  # before a restart; doubled while the engine does not become ready
 WATCH_S = 0.1
 CLOSE_S = 2.0  # for the engine process to end by itself
+TRACE_S = 60.0  # and to write its timeline, where one is wanted
 STARTED_BYTES = 8
 
 
@@ -161,7 +162,7 @@ class Supervisor:
             self._end(Over(flight.id, "abort"))
         self._send(Close())
         if self._process is not None:
-            deadline = time.monotonic() + CLOSE_S
+            deadline = time.monotonic() + (TRACE_S if self.options.trace else CLOSE_S)
             while self._process.poll() is None and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
         self.kill()

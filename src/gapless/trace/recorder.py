@@ -37,7 +37,7 @@ from gapless.trace.timeline import Timeline, cut
 
 FOLD_STEPS = 256  # steps between two summations
 TAIL_STEPS = 150  # told at most to who wants to see the last seconds
-KEPT_FOLDS = 16  # of those, when not everything is kept
+KEPT_STEPS = 4096  # when nothing else is said
 NEVER = float("nan")
 # Rows, each written in one go, so that whoever reads meanwhile sees whole ones.
 MARK, LAUNCHED, COLLECTED, COLLECTION = Struct("3d"), Struct("7d"), Struct("7d"), Struct("3d")
@@ -64,10 +64,14 @@ class Fold:
 
 
 class Recorder:
-    """The memory of one engine's timeline. `keep_all` for a trace; otherwise the last few thousand steps are kept."""
+    """The memory of one engine's timeline: of the last `kept_steps` or some more, or, if None, of all."""
 
     def __init__(
-        self, *, keep_all: bool = False, counts: Counts | None = None, missed: Counter[str] | None = None
+        self,
+        *,
+        kept_steps: int | None = KEPT_STEPS,
+        counts: Counts | None = None,
+        missed: Counter[str] | None = None,
     ) -> None:
         self.began = time.perf_counter()
         self.busy_s = 0.0  # of the compute stream
@@ -83,7 +87,7 @@ class Recorder:
         self._gc_began = 0.0
         self._thread = 0
         self._lock = threading.Lock()  # of all below, and of taking entries out of the columns
-        self._folds: deque[Fold] = deque(maxlen=None if keep_all else KEPT_FOLDS)
+        self._folds: deque[Fold] = deque(maxlen=None if kept_steps is None else -(-kept_steps // FOLD_STEPS))
         self._idle, self._told = np.zeros(len(CAUSES)), np.zeros(len(CAUSES))
         self._since = self.began  # the compute stream's last end, of folded steps
         self._kept_from = self.began  # the same, of folds that are no longer kept
