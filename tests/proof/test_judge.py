@@ -7,32 +7,21 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from three_asks import Inexact, schedule_of, stage, three_asks
 
 import gapless.runner.sampler
 from gapless.core.params import SamplingParams
 from gapless.proof.judge import ALONE, SAME_BATCHES, Judge
 from gapless.proof.report import Tally
-from gapless.proof.schedule import Ask, Schedule
+from gapless.proof.schedule import Schedule
 from gapless.proof.stage import ModelStage
 from gapless.proof.tie import is_tie, next_logits
-from gapless.proof.tiny import tiny_stage
 from gapless.runner.row_store import RowStore
 
+__all__ = ["stage"]  # a fixture
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
-SIZES = {"num_rows": 3, "num_blocks": 40, "block_size": 4, "max_batch_tokens": 12, "max_model_len": 96}
-ASKS = tuple(Ask(f"r{i}", tuple(range(7 * i + 1, 7 * i + 10)), GREEDY, 0, arrival=i) for i in range(3))
-SCHEDULE = Schedule(ASKS, **SIZES, depth=2, order=4)
-
-
-class Inexact(ModelStage):
-    """A stage that says of itself that rounding may depend on the batch."""
-
-    exact = False  # type: ignore[assignment]
-
-
-@pytest.fixture(scope="module")
-def stage() -> ModelStage:
-    return tiny_stage("llama")
+ASKS = three_asks(GREEDY)
+SCHEDULE = schedule_of(ASKS)
 
 
 def inexact(stage: ModelStage) -> Inexact:

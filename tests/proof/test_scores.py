@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from three_asks import Inexact, schedule_of, stage, three_asks
 
 import gapless.runner.runner
 from gapless.core.outcome import TokenLogprob
@@ -14,27 +15,14 @@ from gapless.core.params import SamplingParams
 from gapless.core.scheduler import Scheduler
 from gapless.proof.judge import Judge
 from gapless.proof.report import Tally
-from gapless.proof.schedule import Ask, Schedule
 from gapless.proof.scores import ROUNDING, Asked, Scores, is_near
 from gapless.proof.stage import ModelStage
-from gapless.proof.tiny import tiny_stage
 
+__all__ = ["stage"]  # a fixture
 SCORE = TokenLogprob(7, -1.5, 3, ((1, -0.5), (2, -1.25), (7, -1.5), (9, -1.5)))
 PARAMS = SamplingParams(max_tokens=5, temperature=0, logprobs=2, prompt_logprobs=3)
-SIZES = {"num_rows": 3, "num_blocks": 40, "block_size": 4, "max_batch_tokens": 12, "max_model_len": 96}
-ASKS = tuple(Ask(f"r{i}", tuple(range(7 * i + 1, 7 * i + 10)), PARAMS, 0, arrival=i) for i in range(3))
-SCHEDULE = Schedule(ASKS, **SIZES, depth=2, order=4)
-
-
-class Inexact(ModelStage):
-    """A stage that says of itself that rounding may depend on the batch."""
-
-    exact = False  # type: ignore[assignment]
-
-
-@pytest.fixture(scope="module")
-def stage() -> ModelStage:
-    return tiny_stage("llama")
+ASKS = three_asks(PARAMS)
+SCHEDULE = schedule_of(ASKS)
 
 
 def judge_of(stage: ModelStage, kind: str) -> Judge:

@@ -35,6 +35,17 @@ def _rotated(
 
 
 @triton.jit
+def _take_in(scores, v, top, total, acc, PRECISION: tl.constexpr):
+    """One more tile of keys into a running softmax: the largest score, the sum of weights, the weighted values."""
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    fade = tl.exp2(top - new_top)
+    weight = tl.exp2(scores - new_top[:, None])
+    total = total * fade + tl.sum(weight, axis=1)
+    acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit
 def rotate_and_store(
     heads, cos_sin, norm, pool, slots, q_out, eps,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -115,12 +126,7 @@ def decode(
             v = tl.load(base + NUM_KV * HEAD_DIM, mask=kv_mask, other=0.0)
             scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
             scores = tl.where(seen[None, :], scores, -float("inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            fade = tl.exp2(top - new_top)
-            weight = tl.exp2(scores - new_top[:, None])
-            total = total * fade + tl.sum(weight, axis=1)
-            acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-            top = new_top
+            top, total, acc = _take_in(scores, v, top, total, acc, PRECISION)
         out_at = out + (i * NUM_KV * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
         if num_parts == 1:
             tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=head_mask)
@@ -217,10 +223,5 @@ def prefill(
             v = tl.load(base + NUM_KV * HEAD_DIM, mask=kv_mask, other=0.0)
             scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
             scores = tl.where(key[None, :] <= place[:, None], scores, -float("inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            fade = tl.exp2(top - new_top)
-            weight = tl.exp2(scores - new_top[:, None])
-            total = total * fade + tl.sum(weight, axis=1)
-            acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-            top = new_top
+            top, total, acc = _take_in(scores, v, top, total, acc, PRECISION)
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
