@@ -24,9 +24,10 @@ from gapless.core.limits import Limits
 from gapless.errors import ConfigError
 from gapless.models.source import resolve as find
 from gapless.runner import build
+from gapless.runner import resolve as resolving
 from gapless.runner.attention_choice import Choice, candidates, fastest, make_attention
 from gapless.runner.attention_trials import Trials
-from gapless.runner.build import resolve
+from gapless.runner.resolve import resolve
 from tiny import CPU
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for the CPU")
@@ -216,7 +217,7 @@ def test_the_engine_runs_on_a_library(tiny_dir: Path, monkeypatch: pytest.Monkey
     with LLM(tiny_dir, **CPU, **options) as llm:
         expected = [item.token_ids for item in llm.generate(prompts, params)]
     install(monkeypatch, **FLASH3)
-    monkeypatch.setattr(build, "_candidates", lambda *_: ("flash3",))
+    monkeypatch.setattr(resolving, "_candidates", lambda *_: ("flash3",))
     monkeypatch.setitem(build.ATTENTION, "cpu", build.ATTENTION["cuda"])
     monkeypatch.setattr(build, "HEADS_FIRST_DEVICES", ())
     with LLM(tiny_dir, **CPU, **options) as llm:

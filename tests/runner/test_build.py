@@ -15,8 +15,9 @@ from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.errors import CapacityError, ConfigError
 from gapless.models.loader import load_config, load_model
 from gapless.models.source import resolve as find
-from gapless.runner.build import Resolved, _dry_run, resolve
+from gapless.runner.build import _dry_run
 from gapless.runner.kv_store import block_bytes
+from gapless.runner.resolve import Resolved, resolve
 
 BLOCK_BYTES = 2 * 16 * 2 * 2 * 8 * 4  # layers, tokens, k and v, kv heads, head size, float32
 

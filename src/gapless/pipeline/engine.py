@@ -32,7 +32,8 @@ from gapless.pipeline.inbox import Abort, Close, Deliver, Ping, Submit, tell
 from gapless.pipeline.intake import make_request
 from gapless.pipeline.loop import Depth, run_loop
 from gapless.pipeline.readings import Load, Pulse, Stats
-from gapless.runner.build import Built, Resolved, build, resolve
+from gapless.runner.build import Built, build
+from gapless.runner.resolve import Resolved, resolve
 from gapless.trace.recorder import KEPT_STEPS, Recorder
 from gapless.trace.timeline import Timeline
 

@@ -10,7 +10,7 @@ from gapless.core.limits import check_fits
 from gapless.core.params import MAX_STOP_IDS, SamplingParams
 from gapless.core.request import IntArray, Request, int_array
 from gapless.errors import InvalidRequest
-from gapless.runner.build import Resolved
+from gapless.runner.resolve import Resolved
 
 
 def make_request(

@@ -23,8 +23,9 @@ from gapless.models.config import ModelConfig
 from gapless.models.llama import CausalLM
 from gapless.models.source import ModelSource
 from gapless.pipeline.executor import StepRunner
-from gapless.runner.build import Resolved, assemble, load, resolve
+from gapless.runner.build import assemble, load
 from gapless.runner.native import NativeModel
+from gapless.runner.resolve import Resolved, resolve
 from gapless.text.tokenizer import Tokenizer
 
 LONE_BLOCK_SIZE = 16  # every device has it

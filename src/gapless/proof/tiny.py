@@ -17,8 +17,8 @@ from gapless.errors import ConfigError
 from gapless.models.config import ModelConfig
 from gapless.models.llama import CausalLM, weight_shapes
 from gapless.proof.stage import LONE_BLOCK_SIZE, ModelStage, Room
-from gapless.runner.build import Resolved
 from gapless.runner.native import NativeModel
+from gapless.runner.resolve import Resolved
 from gapless.text.parts import TokenizerParts
 from gapless.text.tokenizer import Tokenizer
 
