@@ -309,6 +309,50 @@ def test_a_prefix_is_shared_even_before_its_step_came_back() -> None:
     check_truth(finish(run), first, second)
 
 
+def seated(run: Run) -> list[list[int]]:
+    """What each plan's chunks began with, for as long as prompts are computed."""
+    return [[chunk.start for chunk in plan.chunks] for plan in run.executor.launched if plan.chunks]
+
+
+def test_who_computes_the_same_as_another_in_the_same_step_waits_for_its_blocks() -> None:
+    limits = make_limits(max_batch_tokens=200, max_model_len=80)
+    shared = list(range(1, 41))
+    requests = [make_request(id, [*shared, i], limits) for i, id in enumerate("abcd", 50)]
+    run = drive(limits, {0: requests})
+    check_truth(run, *requests)
+    assert seated(run) == [[0], [40, 40, 40]]
+    assert [request.num_cached for request in requests] == [0, 40, 40, 40]
+
+
+def test_little_in_common_is_not_waited_for() -> None:
+    limits = make_limits(max_batch_tokens=200, max_model_len=80)
+    for length, expected in ((31, [[0, 0]]), (32, [[0], [32]])):
+        requests = [make_request(id, [*range(1, length + 1), i, i], limits) for i, id in enumerate("ab", 50)]
+        run = drive(limits, {0: requests})
+        check_truth(run, *requests)
+        assert seated(run) == expected
+
+
+def test_whoever_waits_for_blocks_goes_on_when_their_maker_is_gone() -> None:
+    limits = make_limits(max_batch_tokens=8, max_model_len=80)
+    first, second = (make_request(id, range(1, 60), limits) for id in "ab")
+    run = start(limits, first, second)
+    for _ in range(3):
+        settle(run, launch(run))
+    assert second.row < 0
+    run.scheduler.abort("a")
+    check_truth(finish(run), second)
+    assert second.num_cached == 24
+
+
+def test_scores_of_a_prompt_do_not_come_from_another() -> None:
+    limits = make_limits(max_batch_tokens=200, max_model_len=80)
+    requests = [make_request(id, range(1, 60), limits, prompt_logprobs=1) for id in "ab"]
+    run = drive(limits, {0: requests})
+    check_truth(run, *requests)
+    assert seated(run) == [[0, 0]]
+
+
 def test_the_last_prompt_token_is_always_computed() -> None:
     prompt = list(range(1, 9))  # exactly two blocks
     first, second = make_request("a", prompt, LIMITS), make_request("b", prompt, LIMITS)

@@ -18,12 +18,12 @@ from gapless.core.block_pool import BlockPool
 from gapless.core.limits import Limits, check_fits
 from gapless.core.outcome import Commit, Counters, Finished, Progress, token_logprob
 from gapless.core.plan import NOTHING, Chunk, Plan, Seat, score_width
-from gapless.core.prefix_index import ROOT, PrefixIndex
+from gapless.core.prefix_index import ROOT, Key, PrefixIndex
 from gapless.core.request import IntArray, LongArray, Request, RowTable, int_array
 from gapless.errors import InvalidRequest
 
 NO_BLOCKS = np.empty((0, 3), np.int32)
-NO_ROWS = np.empty(0, np.int64)
+WORTH_A_STEP = 8  # blocks: who would compute as many beside another that computes the same waits for that one's
 
 
 class Scheduler:
@@ -165,9 +165,12 @@ class Scheduler:
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> list[Seat]:
         seats: list[Seat] = []
+        computing = {self._next_key(chunk.row): chunk.row for chunk in chunks}
         while self._waiting and budget > 0 and self.rows.num_free:
             request = next(iter(self._waiting.values()))
             blocks, entry = self._match(request)
+            if self._is_worth_a_step(request, blocks, entry, computing):
+                break
             if seats and len(self._new_blocks) + len(blocks) > self.limits.max_found_blocks:
                 break
             needed = -(-len(request.tokens) // self.limits.block_size) - len(blocks)
@@ -176,6 +179,7 @@ class Scheduler:
             del self._waiting[request.id]
             row = self._seat(request, blocks, entry)
             budget -= self._plan_chunk(row, budget, chunks)
+            computing[self._next_key(row)] = row
             min_total = int(self.rows.min_total[row])
             seats.append(Seat(row, request.params, request.seed, request.stop_ids, min_total))
         return seats
@@ -183,10 +187,28 @@ class Scheduler:
     def _match(self, request: Request) -> tuple[list[int], int]:
         if not self.limits.prefix_cache:
             return [], ROOT
-        length = len(request.tokens) - 1  # one is left to compute: its logits
-        if request.lacks_prompt_scores:  # positions that are found in the cache have no logits
-            length = min(length, request.num_prompt_scores)
-        return self.pool.index.match(request.tokens, length)
+        return self.pool.index.match(request.tokens, _findable(request))
+
+    def _next_key(self, row: int) -> Key | None:
+        """Of the first block that the row computes and others cannot find yet."""
+        start = int(self.rows.num_chained[row]) * self.limits.block_size
+        end = start + self.limits.block_size
+        if end > self.rows.num_tokens[row]:
+            return None
+        return int(self.rows.chain[row]), self.rows.tokens[row, start:end].tobytes()
+
+    def _is_worth_a_step(
+        self, request: Request, blocks: list[int], entry: int, computing: dict[Key | None, int]
+    ) -> bool:
+        """Whether this plan computes so much of the request's tokens for another that it had better wait and share."""
+        size = self.limits.block_size
+        found = len(blocks) * size
+        row = computing.get((entry, request.tokens[found : found + size].tobytes()))
+        if row is None or not self.limits.prefix_cache:
+            return False
+        count = min(_findable(request), int(self.rows.num_tokens[row]))
+        differ = np.flatnonzero(request.tokens[found:count] != self.rows.tokens[row, found:count])
+        return (int(differ[0]) if len(differ) else count - found) >= WORTH_A_STEP * size
 
     def _seat(self, request: Request, blocks: list[int], entry: int) -> int:
         row = self.rows.seat(request)
@@ -378,6 +400,12 @@ class Scheduler:
         assert all(known), "a block can be found whose tokens nobody knows yet"
         arrivals = [request.arrival for request in self._waiting.values()]
         assert arrivals == sorted(arrivals), "the queue lost its order"
+
+
+def _findable(request: Request) -> int:
+    """How many of its first tokens may come from the cache."""
+    length = len(request.tokens) - 1  # one is left to compute: its logits
+    return min(length, request.num_prompt_scores) if request.lacks_prompt_scores else length  # what is found has none
 
 
 def _progress(request: Request, token: int) -> Progress:
