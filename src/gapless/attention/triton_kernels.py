@@ -35,6 +35,25 @@ def _rotated(
 
 
 @triton.jit
+def _store_new(
+    heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Rotate the key of a row's new token, and put key and value of one head into the pool."""
+    total: tl.constexpr = NUM_KV * (GROUP + 2)
+    in_head = (dim < HEAD_DIM)[None, :]
+    one = tl.arange(0, 1)
+    new = one[:, None] * HEAD_DIM + dim[None, :]
+    key = NUM_KV * GROUP + kv_head + one
+    k_new = _rotated(heads, norm, cos_sin, i, key, dim, in_head, eps, total, HEAD_DIM, HAS_NORM)
+    v_new = tl.load(heads + (i * total + NUM_KV * (GROUP + 1) + kv_head) * HEAD_DIM + new, mask=in_head)
+    at = pool + (tl.load(slots + i) * 2 * NUM_KV + kv_head) * HEAD_DIM + new
+    tl.store(at, k_new.to(pool.dtype.element_ty), mask=in_head)
+    tl.store(at + NUM_KV * HEAD_DIM, v_new.to(pool.dtype.element_ty), mask=in_head)
+    tl.debug_barrier()  # written by some threads, read by others
+
+
+@triton.jit
 def _take_in(scores, v, top, total, acc, PRECISION: tl.constexpr):
     """One more tile of keys into a running softmax: the largest score, the sum of weights, the weighted values."""
     new_top = tl.maximum(top, tl.max(scores, axis=1))
@@ -101,17 +120,9 @@ def decode(
         turned = _rotated(heads, norm, cos_sin, i, head, dim, head_mask, eps, total_heads, HEAD_DIM, HAS_NORM)
         query = turned.to(heads.dtype.element_ty)
         if end == length:
-            one = tl.arange(0, 1)
-            key = NUM_KV * GROUP + kv_head + one
-            new = one[:, None] * HEAD_DIM + dim[None, :]
-            k_new = _rotated(heads, norm, cos_sin, i, key, dim, in_head[None, :], eps, total_heads, HEAD_DIM, HAS_NORM)
-            v_new = tl.load(
-                heads + (i * total_heads + NUM_KV * (GROUP + 1) + kv_head) * HEAD_DIM + new, mask=in_head[None, :]
-            )
-            at = pool + (tl.load(slots + i) * 2 * NUM_KV + kv_head) * HEAD_DIM + new
-            tl.store(at, k_new.to(pool.dtype.element_ty), mask=in_head[None, :])
-            tl.store(at + NUM_KV * HEAD_DIM, v_new.to(pool.dtype.element_ty), mask=in_head[None, :])
-            tl.debug_barrier()  # written by some threads, read by others
+            _store_new(
+                heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps, NUM_KV, GROUP, HEAD_DIM, HAS_NORM,
+            )  # fmt: skip
 
         top = tl.full([BLOCK_G], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
@@ -142,20 +153,9 @@ def decode(
             if num_done == num_parts - 1:
                 tl.store(counters + i * NUM_KV + kv_head, 0)  # ready for the next layer
                 _add_up(
-                    out,
-                    parts,
-                    stats,
-                    i,
-                    kv_head,
-                    cell,
-                    num_parts,
-                    NUM_KV,
-                    GROUP,
-                    GROUP_2,
-                    HEAD_DIM,
-                    BLOCK_D,
-                    NUM_SPLITS,
-                )
+                    out, parts, stats, i, kv_head, cell, num_parts,
+                    NUM_KV, GROUP, GROUP_2, HEAD_DIM, BLOCK_D, NUM_SPLITS,
+                )  # fmt: skip
 
 
 @triton.jit
