@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from gapless.core.block_pool import BlockPool
 from gapless.core.limits import Limits, check_fits
+from gapless.core.making import Making
 from gapless.core.outcome import Commit, Counters, Finished, Progress, token_logprob
 from gapless.core.plan import NOTHING, Chunk, Plan, Seat, score_width
-from gapless.core.prefix_index import ROOT, Key, PrefixIndex
+from gapless.core.prefix_index import ROOT, PrefixIndex
 from gapless.core.request import IntArray, LongArray, Request, RowTable, int_array
 from gapless.errors import InvalidRequest
 
 NO_BLOCKS = np.empty((0, 3), np.int32)
-WORTH_A_STEP = 8  # blocks: who would compute as many beside another that computes the same waits for that one's
 
 
 class Scheduler:
@@ -165,11 +165,12 @@ class Scheduler:
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> list[Seat]:
         seats: list[Seat] = []
-        computing = {self._next_key(chunk.row): chunk.row for chunk in chunks}
+        making = self._making(chunks) if self._waiting and self.limits.prefix_cache else None
         while self._waiting and budget > 0 and self.rows.num_free:
             request = next(iter(self._waiting.values()))
             blocks, entry = self._match(request)
-            if self._is_worth_a_step(request, blocks, entry, computing):
+            found = len(blocks) * self.limits.block_size
+            if making is not None and making.is_worth_a_step(_findable(request), found, entry):
                 break
             if seats and len(self._new_blocks) + len(blocks) > self.limits.max_found_blocks:
                 break
@@ -179,36 +180,23 @@ class Scheduler:
             del self._waiting[request.id]
             row = self._seat(request, blocks, entry)
             budget -= self._plan_chunk(row, budget, chunks)
-            computing[self._next_key(row)] = row
+            if making is not None:
+                making.add(row)
             min_total = int(self.rows.min_total[row])
             seats.append(Seat(row, request.params, request.seed, request.stop_ids, min_total))
         return seats
 
+    def _making(self, chunks: list[Chunk]) -> Making:
+        making = Making(self.rows, self.limits.block_size)
+        for chunk in chunks:
+            making.add(chunk.row)
+        return making
+
     def _match(self, request: Request) -> tuple[list[int], int]:
         if not self.limits.prefix_cache:
             return [], ROOT
-        return self.pool.index.match(request.tokens, _findable(request))
-
-    def _next_key(self, row: int) -> Key | None:
-        """Of the first block that the row computes and others cannot find yet."""
-        start = int(self.rows.num_chained[row]) * self.limits.block_size
-        end = start + self.limits.block_size
-        if end > self.rows.num_tokens[row]:
-            return None
-        return int(self.rows.chain[row]), self.rows.tokens[row, start:end].tobytes()
-
-    def _is_worth_a_step(
-        self, request: Request, blocks: list[int], entry: int, computing: dict[Key | None, int]
-    ) -> bool:
-        """Whether this plan computes so much of the request's tokens for another that it had better wait and share."""
-        size = self.limits.block_size
-        found = len(blocks) * size
-        row = computing.get((entry, request.tokens[found : found + size].tobytes()))
-        if row is None or not self.limits.prefix_cache:
-            return False
-        count = min(_findable(request), int(self.rows.num_tokens[row]))
-        differ = np.flatnonzero(request.tokens[found:count] != self.rows.tokens[row, found:count])
-        return (int(differ[0]) if len(differ) else count - found) >= WORTH_A_STEP * size
+        tokens = _findable(request)
+        return self.pool.index.match(tokens, len(tokens))
 
     def _seat(self, request: Request, blocks: list[int], entry: int) -> int:
         row = self.rows.seat(request)
@@ -402,10 +390,12 @@ class Scheduler:
         assert arrivals == sorted(arrivals), "the queue lost its order"
 
 
-def _findable(request: Request) -> int:
-    """How many of its first tokens may come from the cache."""
+def _findable(request: Request) -> IntArray:
+    """Its first tokens, those that may come from the cache."""
     length = len(request.tokens) - 1  # one is left to compute: its logits
-    return min(length, request.num_prompt_scores) if request.lacks_prompt_scores else length  # what is found has none
+    if request.lacks_prompt_scores:  # positions that are found in the cache have no logits
+        length = min(length, request.num_prompt_scores)
+    return request.tokens[:length]
 
 
 def _progress(request: Request, token: int) -> Progress:

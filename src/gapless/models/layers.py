@@ -45,7 +45,7 @@ class Layers(Protocol):
         """The product of the first, added to the stream, whose old values are no longer used."""
 
     def linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
-        """A product alone; its sums come as they are, in float32, where products add in more than they read."""
+        """A product alone; on a GPU its sums stay as they are, float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class StepRunner(Protocol):
     def fill(self, plan: Plan, out: IntArray) -> int:
         """Pack the plan into the host's side of a slot; return how many numbers it took.
 
-        None when the device needs to be told nothing: it is as it was in the step before.
+        0 where the device need not be told anything, since all is as it was in the step before; nothing is copied then.
         """
 
     def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
