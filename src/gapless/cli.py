@@ -78,22 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_options(generate)
     add_sampling_options(generate)
 
-    trace = _command(
-        commands, "trace", "run prompts and write their timeline, with the cause of every idle gap", _trace
-    )
-    trace.add_argument("-o", "--output", metavar="T.json", default="trace.json", help="default: trace.json, trace.html")
-    compare = _command(
-        commands, "compare", "run prompts at two depths and draw both timelines in the terminal", _compare
-    )
-    compare.add_argument("--width", type=int, metavar="N", help="characters in a line (default: the terminal's)")
-    compare.add_argument("--trace", metavar="T.json", help="write both timelines here too, and T.html beside it")
-    for command, depths in ((trace, ["auto"]), (compare, [1, 2])):
-        command.add_argument("prompts", help="file of prompts, as for run; - is standard input")
-        command.add_argument(
-            "--depth", type=_number_or_text, nargs="+", default=depths, metavar="D", help="depths to run"
-        )
-        add_engine_options(command, without=("depth", "trace", "record"))
-        add_sampling_options(command)
+    _add_traces(commands)
 
     info = _command(commands, "info", "show device, data types, KV cache and limits", _info)
     add_engine_options(info, without=("trace", "record"))
@@ -113,6 +98,30 @@ def build_parser() -> argparse.ArgumentParser:
     add_server_options(serve)
     add_engine_options(serve, without=("record",))
 
+    _add_benchmarks(commands)
+    return parser
+
+
+def _add_traces(commands: Any) -> None:
+    trace = _command(
+        commands, "trace", "run prompts and write their timeline, with the cause of every idle gap", _trace
+    )
+    trace.add_argument("-o", "--output", metavar="T.json", default="trace.json", help="default: trace.json, trace.html")
+    compare = _command(
+        commands, "compare", "run prompts at two depths and draw both timelines in the terminal", _compare
+    )
+    compare.add_argument("--width", type=int, metavar="N", help="characters in a line (default: the terminal's)")
+    compare.add_argument("--trace", metavar="T.json", help="write both timelines here too, and T.html beside it")
+    for command, depths in ((trace, ["auto"]), (compare, [1, 2])):
+        command.add_argument("prompts", help="file of prompts, as for run; - is standard input")
+        command.add_argument(
+            "--depth", type=_number_or_text, nargs="+", default=depths, metavar="D", help="depths to run"
+        )
+        add_engine_options(command, without=("depth", "trace", "record"))
+        add_sampling_options(command)
+
+
+def _add_benchmarks(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure", description="Measure.")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     host = _command(kinds, "host", "host cost of a step, model stubbed out", _bench_host)
@@ -129,7 +138,6 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_load_options(serving)
     add_engine_options(serving, without=("record",))
-    return parser
 
 
 def _command(group: Any, name: str, text: str, handler: Callable[[Any], int]) -> argparse.ArgumentParser:
