@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import random
@@ -232,3 +233,40 @@ def test_log_probabilities_are_those_of_transformers(
         for place in range(1, len(tokens)):
             num_top = 20 if place < len(done.prompt_token_ids) else 5
             oracles.check_logprob(given[place], tokens[place], logits[place - 1], num_top, atol=0.02)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 32, 50, 100, 200])
+def test_bfloat16_products_of_any_batch_size(tmp_path: Path, num_rows: int) -> None:
+    """Each size has kernels of its own: the model is wide enough for all of them. Tokens' scores are transformers'."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        intermediate_size=3072,
+        max_position_embeddings=256,
+        initializer_range=0.06,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    model.cuda().eval()
+    draw = random.Random(num_rows)
+    prompts = [[draw.randrange(1, VOCAB) for _ in range(8)] for _ in range(num_rows)]
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
+    with LLM(tmp_path, dtype="bfloat16", device="cuda", depth=2, max_num_rows=num_rows) as llm:
+        scored = llm.generate(prompts, params)
+        from_graphs = llm.generate(prompts, dataclasses.replace(params, logprobs=None))
+    for done in (*scored, *from_graphs):
+        tokens = [*done.prompt_token_ids, *done.token_ids]
+        with torch.inference_mode():
+            right = model(torch.tensor([tokens], device="cuda")).logits[0].log_softmax(dim=-1)
+        for place in range(len(done.prompt_token_ids), len(tokens)):
+            assert float(right[place - 1].max() - right[place - 1, tokens[place]]) < 0.15
+        for place, score in enumerate(done.logprobs or (), start=len(done.prompt_token_ids)):
+            assert abs(score.logprob - float(right[place - 1, tokens[place]])) < 0.15
+    assert all(len(done.logprobs or ()) == 6 for done in scored)

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from gapless.models import fused
 from gapless.models.layers import Gate, Hidden, Norm
-from gapless.models.skinny import MAX_ROWS
-from gapless.models.skinny_layers import SkinnyLayers, choose_tiling
+from gapless.models.skinny_layers import SkinnyLayers
+from gapless.models.tilings import MAX_ROWS, choose_tiling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # the interpreter has no bfloat16 products
@@ -33,15 +33,17 @@ def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return F.rms_norm(x.float(), norm.weight.shape, norm.weight.float(), norm.eps)
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 20])
-def test_a_layer_of_fused_products(num_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "size"), [(1, 128), (1, 1024), (5, 128), (20, 128), (40, 128), (70, 128), (150, 128)]
+)
+def test_a_layer_of_fused_products(num_rows: int, size: int) -> None:
     """Embedding, norm and product, residual, norm and gate, residual: sums of squares go from kernel to kernel."""
     make = SkinnyLayers(DEVICE, fused=True)
-    table, ids = draw(50, 128), torch.arange(num_rows, device=DEVICE)
-    norms = [Norm(1 + 0.1 * draw(128, seed=i), EPS) for i in (1, 2)]
-    qkv, out = draw(64, 128, seed=3), draw(128, 256, seed=4)
-    gate, up = draw(256, 128, seed=5), draw(256, 128, seed=6)
-    x = draw(num_rows, 256, seed=7)
+    table, ids = draw(160, size), torch.arange(num_rows, device=DEVICE)
+    norms = [Norm(1 + 0.1 * draw(size, seed=i), EPS) for i in (1, 2)]
+    qkv, out = draw(64, size, seed=3), draw(size, 2 * size, seed=4)
+    gate, up = draw(256, size, seed=5), draw(256, size, seed=6)
+    x = draw(num_rows, 2 * size, seed=7)
 
     hidden = make.embed(table)(ids)
     assert hidden.num_squares == 1
@@ -58,10 +60,19 @@ def test_a_layer_of_fused_products(num_rows: int) -> None:
     assert_near(make.norm(norms[0])(hidden), normed(hidden.values, norms[0]))
 
 
-def test_many_rows_and_biases_take_the_library() -> None:
+def test_one_row_of_short_products_has_a_kernel_of_its_own() -> None:
+    """Which the layer of 1024 above goes through."""
+    roles = [(64, 1024, False, False), (1024, 2048, False, True), (256, 1024, True, False)]
+    for columns, inner, gated, adds in roles:
+        tiling = choose_tiling(1, columns, inner, gated=gated, adds=adds)
+        assert tiling is not None
+        assert tiling.vector
+
+
+def test_too_many_rows_and_biases_take_the_library() -> None:
     make = SkinnyLayers(DEVICE, fused=True)
     num_rows = MAX_ROWS + 1
-    hidden = make.embed(draw(100, 128))(torch.arange(num_rows, device=DEVICE))
+    hidden = make.embed(draw(300, 128))(torch.arange(num_rows, device=DEVICE))
     assert hidden.num_squares == 0
     norm = Norm(1 + 0.1 * draw(128, seed=1), EPS)
     weight, bias = draw(64, 128, seed=3), draw(64, seed=4)
@@ -85,11 +96,6 @@ def test_split_products_add_up_in_one_pass() -> None:
     product = make.linear(weight)
     for _ in range(2):  # the second time finds the counters as the first left them
         assert_near(product(x), x.float() @ weight.float().T)
-
-
-def test_shapes_that_do_not_divide_have_no_tiling() -> None:
-    assert choose_tiling(4, 100, 128) is None
-    assert choose_tiling(4, 64, 100) is None
 
 
 @pytest.mark.parametrize("size", [96, 1000])

@@ -1,7 +1,7 @@
 """The parts of a decoder layer on an NVIDIA GPU: fused kernels for few rows, cuBLAS for many.
 
 A norm's weight is folded into the product that follows it, once, when the model is loaded; what is left of the norm is
-a factor for each row. Owns the tilings, measured on an H200.
+a factor for each row.
 """
 
 from __future__ import annotations
@@ -16,27 +16,8 @@ from torch.nn import functional as F
 
 from gapless.models.fused import rms_norm, silu_mul
 from gapless.models.layers import Gate, Hidden, Norm
-from gapless.models.skinny import MAX_ROWS, Tiling, Workspace, block_rows, embed, product
-
-SHARED_MEMORY_BYTES = 200_000  # that a program's stages may take
-HEAD_COLUMNS = 65536  # a product with more than this is a vocabulary's
-
-
-def choose_tiling(num_rows: int, columns: int, inner: int, *, gated: bool = False) -> Tiling | None:
-    """How to cut a product; None when the kernel cannot take its shape."""
-    block_n = 32 if columns <= 4096 or (gated and columns < 8192) else 64
-    if columns > HEAD_COLUMNS and num_rows > 16:
-        block_n = 128
-    block_k = 256 if not gated and 4096 < columns <= HEAD_COLUMNS and inner >= 4096 else 128
-    if columns % block_n or inner % block_k:
-        return None
-    wanted = 256 if inner >= 4096 else 128  # programs; fewer leave cores idle
-    splits = 1
-    while not gated and block_k == 128 and columns // block_n * splits < wanted and inner % (2 * splits * block_k) == 0:
-        splits *= 2
-    stage_bytes = 2 * block_k * (block_rows(num_rows) + block_n * (2 if gated else 1))
-    num_stages = min(5 if columns <= HEAD_COLUMNS else 3, SHARED_MEMORY_BYTES // stage_bytes)
-    return Tiling(block_n, block_k, min(splits, 8), num_stages=num_stages)
+from gapless.models.skinny import Workspace, embed, product
+from gapless.models.tilings import MAX_ROWS, choose_tiling
 
 
 class Product(Protocol):
@@ -96,7 +77,7 @@ class SkinnyLayers:
 
     def linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         def apply(x: Tensor) -> Tensor:
-            tiling = choose_tiling(len(x), *weight.shape) if self._fused and len(x) <= MAX_ROWS else None
+            tiling = choose_tiling(len(x), *weight.shape) if self._fused else None
             if tiling is None:
                 return self._plain(x, weight, dtype=torch.float32)
             return product(x, weight, self._workspace, tiling, dtype=torch.float32)
@@ -154,8 +135,8 @@ class SkinnyAdded:
         self._fused = fused
 
     def __call__(self, x: Tensor, hidden: Hidden) -> Hidden:
-        fits = self._fused and self._bias is None and len(x) <= MAX_ROWS
-        tiling = choose_tiling(len(x), *self._weight.shape) if fits else None
+        fits = self._fused and self._bias is None
+        tiling = choose_tiling(len(x), *self._weight.shape, adds=True) if fits else None
         if tiling is None:
             return Hidden(hidden.values, addend=self._plain(x, self._weight, self._bias))
         product(x, self._weight, self._workspace, tiling, add_to=hidden.values)

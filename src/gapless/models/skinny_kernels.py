@@ -1,0 +1,169 @@
+"""The kernels of products of few rows, in Triton, for NVIDIA GPUs; they run under Triton's interpreter too.
+
+`product` takes tiles of rows and columns through the matrix units; long inner dimensions are split, and the last part
+to finish adds up all parts, in a fixed order. `vector_product` is for one row: each program holds all of its weights in
+registers before the row is there. How they are cut, and what is fused in, is the caller's business.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gapless.kernels import in_turn, prefetch
+
+
+@triton.jit
+def _ask_for_weights(
+    weight, tile, split,
+    K: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, ASK_BYTES: tl.constexpr, ASKS: tl.constexpr,
+):  # fmt: skip
+    """The beginnings of this program's rows of the weight, `ASK_BYTES` of them in all."""
+    asks_a_row: tl.constexpr = ASKS // BLOCK_N
+    number_bytes: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    size: tl.constexpr = min(ASK_BYTES // ASKS, PART * number_bytes // asks_a_row)
+    ask = tl.arange(0, ASKS)
+    row = (tile * BLOCK_N + ask // asks_a_row).to(tl.int64)
+    at = (row * K + split * PART) * number_bytes + (ask % asks_a_row) * size
+    prefetch(weight.to(tl.int64) + at, tl.full([ASKS], size, tl.int32))
+
+
+@triton.jit(do_not_specialize_on_alignment=["num_rows"])  # else a rare number of rows is compiled in the middle of work
+def product(
+    x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, MAX_SQUARES: tl.constexpr,
+    SQUARES_STRIDE: tl.constexpr, ASK_BYTES: tl.constexpr, ASKS: tl.constexpr, LET_IN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """One tile of columns and rows, over one part of the inner dimension.
+
+    GATED: the weight has gate rows, then up rows.
+    LET_IN: the next kernel may come in at once, not only when the weights are read.
+    """
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    part_size: tl.constexpr = K // SPLITS
+    inner = split * part_size + tl.arange(0, BLOCK_K)
+    mask = (row < num_rows)[:, None]
+    at = row[:, None].to(tl.int64) * N + column[None, :]
+    if EARLY:
+        if ASK_BYTES > 0:
+            _ask_for_weights(weight, tile, split, K, part_size, BLOCK_N, ASK_BYTES, ASKS)
+            if GATED:
+                _ask_for_weights(weight + N * K, tile, split, K, part_size, BLOCK_N, ASK_BYTES, ASKS)
+        if LET_IN:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # all that came before is written from here on
+    if NORM:  # what the end needs is asked for before the loop
+        index = tl.arange(0, MAX_SQUARES)[:, None]
+        sums = tl.load(squares_in + index * SQUARES_STRIDE + row[None, :], mask=index < num_squares, other=0.0)
+    if ADD:
+        residual = tl.load(out + at, mask=mask, other=0.0)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    x_at = x + row[:, None] * K + inner[None, :]
+    weight_at = weight + column[:, None].to(tl.int64) * K + inner[None, :]
+    for start in range(0, part_size, BLOCK_K):
+        a = tl.load(x_at + start, mask=mask, other=0.0)
+        acc = tl.dot(a, tl.trans(tl.load(weight_at + start)), acc)
+        if GATED:
+            acc_up = tl.dot(a, tl.trans(tl.load(weight_at + N * K + start)), acc_up)
+    if EARLY and not LET_IN:
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may come in and wait
+
+    is_last = True
+    if SPLITS > 1:
+        num_cells = tl.num_programs(0) * tl.num_programs(2)
+        cell = tile * tl.num_programs(2) + tl.program_id(2)
+        part_at = parts + tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        tl.store(part_at + (split * num_cells + cell) * BLOCK_M * BLOCK_N, acc)
+        tl.debug_barrier()  # every thread's part is written before the count says so
+        is_last = tl.atomic_add(counters + cell, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        if is_last:
+            tl.store(counters + cell, 0)  # ready for the next product
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for other in tl.static_range(SPLITS):
+                acc += tl.load(part_at + (other * num_cells + cell) * BLOCK_M * BLOCK_N, cache_modifier=".cg")
+    if is_last:
+        if NORM:
+            scale = tl.rsqrt(tl.sum(sums, axis=0) / K + eps)[:, None]
+            acc = acc * scale
+            if GATED:
+                acc_up = acc_up * scale
+        if GATED:
+            acc = acc * tl.sigmoid(acc) * acc_up
+        if ADD:
+            acc += residual.to(tl.float32)
+        value = acc.to(out.dtype.element_ty)
+        tl.store(out + at, value, mask=mask)
+        if ADD:
+            kept = value.to(tl.float32)
+            tl.store(squares_out + tile * SQUARES_STRIDE + row, tl.sum(tl.where(mask, kept * kept, 0.0), axis=1))
+
+
+@triton.jit
+def vector_product(
+    x, weight, out, squares_in, squares_out, num_squares, eps,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, MAX_SQUARES: tl.constexpr,
+    SQUARES_STRIDE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One tile of columns for one row; the tile's weights are loaded before the row is waited for."""
+    tile = tl.program_id(0)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    weight_at = weight + column[:, None].to(tl.int64) * K + inner[None, :]
+    tiles = ()
+    up_tiles = ()
+    for start in tl.static_range(0, K, BLOCK_K):
+        tiles += (tl.load(weight_at + start),)
+        if GATED:
+            up_tiles += (tl.load(weight_at + N * K + start),)
+    in_turn(EARLY)
+    pieces = ()
+    for start in tl.static_range(0, K, BLOCK_K):
+        pieces += (tl.load(x + start + inner),)
+    if NORM:
+        index = tl.arange(0, MAX_SQUARES)
+        sums = tl.load(squares_in + index * SQUARES_STRIDE, mask=index < num_squares, other=0.0)
+    if ADD:
+        residual = tl.load(out + column)
+
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for i in tl.static_range(K // BLOCK_K):
+        piece = pieces[i].to(tl.float32)[None, :]
+        acc += tiles[i].to(tl.float32) * piece
+        if GATED:
+            acc_up += up_tiles[i].to(tl.float32) * piece
+    value = tl.sum(acc, axis=1)
+    up = tl.sum(acc_up, axis=1)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(sums, axis=0) / K + eps)
+        value = value * scale
+        up = up * scale
+    if GATED:
+        value = value * tl.sigmoid(value) * up
+    if ADD:
+        value += residual.to(tl.float32)
+    kept = value.to(out.dtype.element_ty)
+    tl.store(out + column, kept)
+    if ADD:
+        tl.store(squares_out + tile * SQUARES_STRIDE, tl.sum(kept.to(tl.float32) * kept.to(tl.float32), axis=0))
+
+
+@triton.jit
+def embedding(ids, table, out, squares, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """One token's embedding, and its sum of squares."""
+    in_turn(EARLY)
+    token = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    mask = column < SIZE
+    value = tl.load(table + tl.load(ids + token).to(tl.int64) * SIZE + column, mask=mask, other=0.0)
+    tl.store(out + token.to(tl.int64) * SIZE + column, value, mask=mask)
+    kept = value.to(tl.float32)
+    tl.store(squares + token, tl.sum(kept * kept, axis=0))

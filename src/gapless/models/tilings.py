@@ -1,0 +1,104 @@
+"""How products of few rows are cut for a GPU, from their sizes: all that was found by measuring, on an H200.
+
+A rule says what won in whole decode steps of an 8B and a 0.6B model, not one kernel at a time: what a kernel leaves
+free (shared memory, cores, bandwidth) is what the next one begins with. docs/LOG.md has the figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+MAX_ROWS = 256  # beyond that cuBLAS is ahead everywhere
+NUM_CORES = 132
+SHARED_MEMORY_BYTES = 200_000  # that a program's stages may take
+HEAD_COLUMNS = 65536  # a product with more than this is a vocabulary's
+LONG = 4096  # inner dimensions from here on keep the memory busy without help
+SHORT_NUMBERS = 5 * 2**19  # a product of fewer weights is over before the next one's asking can help
+ASK_BYTES = 16384
+VECTOR_BYTES = 65536  # of weights that a program of the kernel for one row holds in registers
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is cut, and when its kernel lets the next one in."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    ask_bytes: int = 0  # of its weights, that a program asks for before it waits
+    lets_in: bool = False  # the next kernel at once, not only when the weights are read
+    vector: bool = False  # one row, by the kernel for it
+
+
+def choose_tiling(num_rows: int, columns: int, inner: int, *, gated: bool = False, adds: bool = False) -> Tiling | None:
+    """How to cut a product of rows with a weight [columns, inner] (gated: two of them); None: cuBLAS is to take it.
+
+    adds: the result is added to a residual.
+    """
+    tiling = _one_row(columns, inner, gated=gated) if num_rows == 1 else None
+    if tiling is None:
+        choose = _few_rows if num_rows <= 64 else _many_rows
+        tiling = choose(num_rows, columns, inner, gated=gated, adds=adds)
+    if tiling is None or columns % tiling.block_n or inner % (tiling.splits * tiling.block_k):
+        return None
+    return tiling
+
+
+def _one_row(columns: int, inner: int, *, gated: bool) -> Tiling | None:
+    """The largest tiles that leave no core without one, where all programs run at once."""
+    num_weights = 2 if gated else 1
+    for block_n in (32, 16, 8):
+        block_k = (1024 if block_n == 8 else 512) // num_weights
+        num_programs = columns // block_n
+        fits = num_programs <= 2 * NUM_CORES and 2 * num_weights * block_n * inner <= VECTOR_BYTES
+        divides = columns % block_n == 0 and inner % block_k == 0
+        if fits and divides and (num_programs >= NUM_CORES - 4 or block_n == 8):
+            return Tiling(1, block_n, block_k, num_warps=8, vector=True)
+    return None
+
+
+def _few_rows(num_rows: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling:
+    """One tile of rows."""
+    block_m = max(16, 1 << (num_rows - 1).bit_length())  # what the matrix units take
+    if columns > HEAD_COLUMNS:
+        tiling = Tiling(block_m, 128 if num_rows > 16 else 64, 128, num_stages=3, lets_in=True)
+    elif inner >= LONG:
+        wide = columns > 4096
+        tiling = Tiling(block_m, 64, 256 if wide and not gated else 128, lets_in=wide and not gated and not adds)
+        if not wide and not gated:
+            tiling = _split(tiling, columns, inner, num_programs=256)
+    else:
+        many = block_m == 64
+        block_n = 32 if columns <= 4096 or (gated and columns < 8192) else 64
+        short = columns * inner * (2 if gated else 1) < SHORT_NUMBERS
+        lets_in = gated or not (short or many)
+        block_k = 64 if many and not gated and not adds else 128
+        tiling = Tiling(block_m, block_n, block_k, num_stages=5 if block_k == 128 else 6, lets_in=lets_in)
+        if not gated and block_k == 128:
+            tiling = _split(tiling, columns, inner, num_programs=128)
+    stage_bytes = 2 * tiling.block_k * (block_m + tiling.block_n * (2 if gated else 1))
+    num_stages = min(tiling.num_stages, SHARED_MEMORY_BYTES // stage_bytes)
+    return replace(tiling, num_stages=num_stages, ask_bytes=0 if inner >= LONG else ASK_BYTES)
+
+
+def _many_rows(num_rows: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling | None:
+    """Several tiles of rows, of small models alone, and where something is fused into the end."""
+    if inner >= LONG or columns > 4096 or num_rows > MAX_ROWS:
+        return None
+    if gated:
+        return Tiling(64, 64, 64) if num_rows > 128 else Tiling(128, 32, 64, num_stages=5)
+    if not adds:
+        return None
+    return _split(Tiling(64, 64, 128), columns, inner, num_programs=128, row_tiles=-(-num_rows // 64))
+
+
+def _split(tiling: Tiling, columns: int, inner: int, *, num_programs: int, row_tiles: int = 1) -> Tiling:
+    """The inner dimension cut until there are enough programs: fewer leave cores idle."""
+    splits = 1
+    tiles = columns // tiling.block_n * row_tiles
+    while splits < 8 and tiles * splits < num_programs and inner % (2 * splits * tiling.block_k) == 0:
+        splits *= 2
+    return replace(tiling, splits=splits)

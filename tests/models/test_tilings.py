@@ -1,0 +1,72 @@
+"""How products are cut: every tiling is one that the kernels can run."""
+
+from __future__ import annotations
+
+import pytest
+
+from gapless.models.tilings import MAX_ROWS, SHARED_MEMORY_BYTES, Tiling, choose_tiling
+
+# hidden, intermediate, queries' size, keys' size, vocabulary
+MODELS = {
+    "8B": (4096, 14336, 4096, 1024, 128256),
+    "0.6B": (1024, 3072, 2048, 1024, 151936),
+    "1B": (2048, 8192, 2048, 512, 128256),
+}
+ROWS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 128, 129, MAX_ROWS]
+
+
+def products(model: str) -> dict[str, tuple[int, int, bool, bool]]:
+    """Columns, inner size, gated, adds."""
+    hidden, intermediate, q_size, kv_size, vocab = MODELS[model]
+    return {
+        "qkv": (q_size + 2 * kv_size, hidden, False, False),
+        "out": (hidden, q_size, False, True),
+        "gate_up": (intermediate, hidden, True, False),
+        "down": (hidden, intermediate, False, True),
+        "head": (vocab, hidden, False, False),
+    }
+
+
+def tile(num_rows: int, model: str, name: str) -> Tiling | None:
+    columns, inner, gated, adds = products(model)[name]
+    return choose_tiling(num_rows, columns, inner, gated=gated, adds=adds)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_tilings_cover_their_product_and_fit_the_chip(num_rows: int, model: str) -> None:
+    for name, (columns, inner, gated, _) in products(model).items():
+        tiling = tile(num_rows, model, name)
+        if tiling is None:
+            assert num_rows > 64, name  # few rows of such a model always have one
+            continue
+        assert columns % tiling.block_n == 0
+        assert inner % (tiling.splits * tiling.block_k) == 0
+        assert not (gated and tiling.splits > 1)  # parts of a gated product are not added up
+        assert tiling.vector == (tiling.block_m == 1)
+        if not tiling.vector:
+            assert tiling.block_m in (16, 32, 64, 128)
+            assert num_rows <= tiling.block_m or num_rows > 64
+            stage_bytes = 2 * tiling.block_k * (tiling.block_m + tiling.block_n * (2 if gated else 1))
+            assert 2 <= tiling.num_stages <= SHARED_MEMORY_BYTES // stage_bytes
+
+
+def test_one_row_of_a_small_model_is_in_flight_at_once() -> None:
+    for name in ("qkv", "out", "gate_up", "down"):
+        tiling = tile(1, "0.6B", name)
+        assert tiling is not None
+        assert tiling.vector
+    large = tile(1, "8B", "gate_up")
+    assert large is not None
+    assert not large.vector
+
+
+def test_many_rows_of_a_large_model_take_the_library() -> None:
+    assert all(tile(65, "8B", name) is None for name in products("8B"))
+    assert all(tile(MAX_ROWS + 1, "0.6B", name) is None for name in products("0.6B"))
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 100])
+def test_shapes_that_do_not_divide_have_no_tiling(num_rows: int) -> None:
+    assert choose_tiling(num_rows, 100, 128, adds=True) is None
+    assert choose_tiling(num_rows, 64, 100, adds=True) is None
