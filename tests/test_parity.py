@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import pytest
@@ -86,7 +86,14 @@ class Reference:
 
     model: Any
     questions: list[Question]
-    answers: list[tuple[int, ...]] = field(default_factory=list)
+
+    @cached_property
+    def answers(self) -> list[tuple[int, ...]]:
+        found: dict[Question, tuple[int, ...]] = {}
+        by_length = sorted(self.questions, key=lambda question: len(question.tokens))
+        for start in range(0, len(by_length), BATCH):
+            found |= _generate(self.model, by_length[start : start + BATCH])
+        return [found[question] for question in self.questions]
 
     def margin(self, prompt: Sequence[int], so_far: Sequence[int]) -> float:
         """How far the best token lies before the second best after these tokens."""
@@ -104,13 +111,7 @@ def reference() -> Reference:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=torch.float32
     ).eval()
-    found = Reference(model, questions())
-    answers: dict[Question, tuple[int, ...]] = {}
-    by_length = sorted(found.questions, key=lambda question: len(question.tokens))
-    for start in range(0, len(by_length), BATCH):
-        answers |= _generate(model, by_length[start : start + BATCH])
-    found.answers = [answers[question] for question in found.questions]
-    return found
+    return Reference(model, questions())
 
 
 def _generate(model: Any, batch: list[Question]) -> dict[Question, tuple[int, ...]]:

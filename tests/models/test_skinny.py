@@ -87,6 +87,20 @@ def test_too_many_rows_and_biases_take_the_library() -> None:
     assert_near(found.values, expected)  # the norm added it in place
 
 
+@pytest.mark.parametrize(("size", "bias"), [(100, False), (128, True)])
+def test_norms_stay_whole_where_no_kernel_takes_them(size: int, bias: bool) -> None:
+    """Folding rounds weights once more; a weight of one beside 2 ** -8 would be lost."""
+    make = SkinnyLayers(DEVICE, fused=True)
+    norm = Norm(1 + draw(size, seed=1).abs() / 256, EPS)
+    weight, x = draw(64, size, seed=2), draw(3, size, seed=3)
+    added = draw(64, seed=4) if bias else None
+    hidden = Hidden(x, num_squares=1)  # as if a kernel had left sums behind
+    expected = normed(x, norm) @ weight.float().T + (0 if added is None else added.float())
+    found = make.norm_linear(norm, weight, added)
+    assert_near(found(hidden), expected)
+    assert found._weight is weight
+
+
 def test_split_products_add_up_in_one_pass() -> None:
     tiling = choose_tiling(4, 64, 1024)
     assert tiling is not None

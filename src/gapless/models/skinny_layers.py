@@ -1,7 +1,7 @@
 """The parts of a decoder layer on an NVIDIA GPU: fused kernels for few rows, cuBLAS for many.
 
-A norm's weight is folded into the product that follows it, once, when the model is loaded; what is left of the norm is
-a factor for each row.
+A norm's weight is folded into the product that follows it, once, when the model is loaded, where a fused kernel takes
+that product; what is left of the norm is a factor for each row.
 """
 
 from __future__ import annotations
@@ -58,19 +58,12 @@ class SkinnyLayers:
         return lambda hidden: rms_norm(hidden.values, norm.weight, norm.eps, hidden.addend)
 
     def norm_linear(self, norm: Norm, weight: Tensor, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
-        return SkinnyNormed(*self._folded(norm, weight), bias, self._workspace, self._plain)
+        return SkinnyNormed(norm, weight, bias, self._workspace, self._plain, fused=self._fused)
 
     def norm_gated(self, norm: Norm, gate: Gate) -> Callable[[Hidden], Tensor]:
         bias = None if gate.gate_bias is None or gate.up_bias is None else torch.cat((gate.gate_bias, gate.up_bias))
-        both = self._folded(norm, torch.cat((gate.gate, gate.up)))
-        return SkinnyNormed(*both, bias, self._workspace, self._plain, gated=True)
-
-    def _folded(self, norm: Norm, weight: Tensor) -> tuple[Norm, Tensor]:
-        """weight [out, in] with the norm's weight multiplied into its columns, where kernels want it so."""
-        if not self._fused:
-            return norm, weight
-        folded = (weight.float() * norm.weight.float()).to(weight.dtype)
-        return Norm(torch.ones_like(norm.weight), norm.eps), folded
+        both = torch.cat((gate.gate, gate.up))
+        return SkinnyNormed(norm, both, bias, self._workspace, self._plain, fused=self._fused, gated=True)
 
     def add_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Hidden], Hidden]:
         return SkinnyAdded(weight, bias, self._workspace, self._plain, fused=self._fused)
@@ -86,7 +79,11 @@ class SkinnyLayers:
 
 
 class SkinnyNormed:
-    """A norm and a product, with SiLU and the gate where there is one."""
+    """A norm and a product, with SiLU and the gate where there is one.
+
+    For the fused kernels the norm's weight is multiplied into the columns of the product's. That rounds once more, so
+    a product that no kernel can take is left as it is.
+    """
 
     def __init__(
         self,
@@ -96,19 +93,25 @@ class SkinnyNormed:
         workspace: Workspace,
         plain: Product,
         *,
+        fused: bool,
         gated: bool = False,
     ) -> None:
+        columns, inner = len(weight) // 2 if gated else len(weight), weight.shape[1]
+        self._folds = fused and bias is None and choose_tiling(2, columns, inner, gated=gated) is not None
         self._norm = norm
+        if self._folds:
+            weight = (weight.float() * norm.weight.float()).to(weight.dtype)
+            self._norm = Norm(torch.ones_like(norm.weight), norm.eps)
         self._weight, self._bias = weight, bias
         self._workspace = workspace
         self._plain = plain
+        self._columns = columns
         self._gated = gated
 
     def __call__(self, hidden: Hidden) -> Tensor:
         x = hidden.values
-        columns = len(self._weight) // 2 if self._gated else len(self._weight)
-        fits = hidden.num_squares > 0 and self._bias is None
-        tiling = choose_tiling(len(x), columns, x.shape[1], gated=self._gated) if fits else None
+        fits = self._folds and hidden.num_squares > 0
+        tiling = choose_tiling(len(x), self._columns, x.shape[1], gated=self._gated) if fits else None
         if tiling is not None:
             return product(
                 x,
