@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A..F|M",
         help="GPU workloads with random weights instead of this job; M mixes lengths",
     )
+    add("--kernels", action="store_true", help="after each workload, show which kernels a decode step is made of")
     add("--trace", metavar="T.json", help="write Gapless's timelines here, and T.html beside it")
     add("--json", metavar="FILE", help="write all numbers here")
     add("--plot", metavar="FILE.svg", help="draw a bar chart here")
@@ -74,24 +75,35 @@ class Field:
 
 def main(args: argparse.Namespace) -> int:
     """Run the contest and show what came of it; 1 when Gapless itself failed."""
+    _check(args)
     if args.workload is not None:
-        from gapless.bench import workloads
-
-        depths = [int(depth) for depth in args.depth if depth.isdigit()]
-        peers = args.peers is not None
-        return workloads.main(
-            args.workload, depths, json_path=args.json, plot_path=args.plot, trace=args.trace, peers=peers
-        )
+        return _workloads(args)
     from gapless.bench.machine import this_machine
     from gapless.bench.table import make_rows
 
-    _check(args)
     field = _field(args)
     machine = this_machine()
     job = _job(args)
     rows = make_rows(_measure(args, field, job), job.num_tokens)
     _show(args, job, machine, field, rows)
     return 1 if any(row.is_ours and row.error for row in rows) else 0
+
+
+def _workloads(args: argparse.Namespace) -> int:
+    from gapless.bench import workloads
+
+    depths = [int(depth) for depth in args.depth if depth.isdigit()]
+    if not depths:
+        raise ConfigError(f"--depth: workloads run at fixed depths, such as 1 2, got {' '.join(args.depth)}")
+    return workloads.main(
+        args.workload,
+        depths,
+        json_path=args.json,
+        plot_path=args.plot,
+        trace=args.trace,
+        peers=args.peers is not None,
+        kernels=args.kernels,
+    )
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -109,6 +121,8 @@ def _check(args: argparse.Namespace) -> None:
     for path in (args.json, args.plot):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"{path}: cannot be written: no such folder")
+    if args.kernels and args.workload is None:
+        raise ConfigError("--kernels goes with --workload")
     if args.trace is not None:
         _trace_files(args)
     if args.logs is not None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gapless.bench.chart import Bar, Group
+from gapless.bench.kernels import KernelTable, profile_decode
 from gapless.bench.workload_peers import PEER, is_installed, time_generate_batch
 from gapless.errors import ConfigError
 from gapless.progress import progress_bar
@@ -52,6 +53,10 @@ class Workload:
     def prompts(self, seed: int = 0) -> list[list[int]]:
         draw = random.Random(seed)
         return [self._prompt(draw) for _ in range(self.num_requests)]
+
+    def halfway(self) -> list[list[int]]:
+        """Prompts as long as prompt and answer are when half of the run is over."""
+        return replace(self, prompt_tokens=self.prompt_tokens + self.max_tokens // 2).prompts()
 
     def counts(self) -> list[int]:
         """New tokens of each request."""
@@ -124,6 +129,7 @@ class Row:
     idle_by_cause: dict[str, float] = field(default_factory=dict)  # seconds of the compute stream
     graphs: str = ""  # what capturing took
     attention: str = ""  # which one ran, and why
+    kernels: KernelTable | None = None  # of a decode step halfway through
 
 
 def weight_bytes(shape: str) -> int:
@@ -154,10 +160,12 @@ def measure(
     timelines: list[Timeline] | None = None,
     *,
     peers: bool = False,
+    kernels: bool = False,
 ) -> Iterator[Row | str]:
     """Run the workloads at each depth, one engine for all that share a shape; add each run's timeline to a list.
 
-    With `peers`, transformers does the same jobs. A text says what could not be run.
+    With `peers`, transformers does the same jobs; with `kernels`, steps are profiled after each run. A text says what
+    could not be run.
     """
     from gapless.device.cuda import CudaDevice
 
@@ -168,7 +176,7 @@ def measure(
         (path / "config.json").write_text(json.dumps(SHAPES[shape]))
         chosen = [name for name in names if WORKLOADS[name].shape == shape]
         for depth in depths:
-            yield from _measure_shape(path, chosen, depth, rate, timelines)
+            yield from _measure_shape(path, chosen, depth, rate, timelines, kernels=kernels)
         if peers:
             yield from _measure_peer(path, chosen, rate)
 
@@ -196,7 +204,7 @@ def _measure_peer(path: Path, names: Sequence[str], rate: float) -> Iterator[Row
 
 
 def _measure_shape(
-    path: Path, names: Sequence[str], depth: int, rate: float, timelines: list[Timeline] | None
+    path: Path, names: Sequence[str], depth: int, rate: float, timelines: list[Timeline] | None, *, kernels: bool
 ) -> Iterator[Row]:
     from gapless import LLM
 
@@ -216,7 +224,9 @@ def _measure_shape(
     start_s = time.perf_counter() - began
     with llm:
         for name in names:
-            yield _time(llm, name, depth, rate, start_s, timelines)
+            row = _time(llm, name, depth, rate, start_s, timelines)
+            takes_apart = kernels and not WORKLOADS[name].mixed
+            yield replace(row, kernels=profile_decode(llm, WORKLOADS[name].halfway())) if takes_apart else row
 
 
 def _time(llm: Any, name: str, depth: int, rate: float, start_s: float, timelines: list[Timeline] | None) -> Row:
@@ -263,10 +273,10 @@ def main(
     plot_path: str | None = None,
     trace: str | None = None,
     peers: bool = False,
+    kernels: bool = False,
 ) -> int:
     """Measure, print a table, and write it as JSON, as a plot, and the timelines, if asked."""
     from gapless.bench.chart import bar_chart
-    from gapless.bench.machine import this_machine
     from gapless.device import pick_device
     from gapless.trace.files import TraceFiles
 
@@ -280,24 +290,33 @@ def main(
     runs = len(names) * (len(depths) + peers)
     print(HEADER)
     with tempfile.TemporaryDirectory() as folder, progress_bar("measuring", runs, "run") as bar:
-        for row in measure(names, depths, Path(folder), timelines, peers=peers and is_installed()):
+        for row in measure(names, depths, Path(folder), timelines, peers=peers and is_installed(), kernels=kernels):
             if isinstance(row, Row):
                 rows.append(row)
+                _write_rows(rows, json_path)  # a run takes minutes; what was measured is kept if the next one fails
             bar.write(_line(row) if isinstance(row, Row) else row, sys.stdout)
             bar.advance(1)
     if peers and not is_installed():
         print("not installed: transformers")
     print(*dict.fromkeys(text for row in rows for text in (row.graphs, row.attention) if text), sep="\n")
+    for row in rows:
+        if row.kernels is not None:
+            print(f"\nkernels of {row.workload}, {_engine(row)}: {row.kernels}")
     if files is not None and timelines:
         files.write(timelines)
         print(f"timeline: {files}")
-    if json_path is not None:
-        values = {"machine": asdict(this_machine()), "rows": [asdict(row) for row in rows]}
-        Path(json_path).write_text(json.dumps(values, indent=2) + "\n")
     if plot_path is not None:
         subtitle = "ms a decode step, each group to its own scale; red: the bytes that must move, at the read rate"
         Path(plot_path).write_text(bar_chart(chart_groups(rows), "GPU workloads", subtitle))
     return 0
+
+
+def _write_rows(rows: Sequence[Row], path: str | None) -> None:
+    from gapless.bench.machine import this_machine
+
+    if path is not None:
+        values = {"machine": asdict(this_machine()), "rows": [asdict(row) for row in rows]}
+        Path(path).write_text(json.dumps(values, indent=2) + "\n")
 
 
 def chart_groups(rows: Sequence[Row]) -> list[Group]:
