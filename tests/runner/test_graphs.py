@@ -13,9 +13,10 @@ pytest.importorskip("triton")
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray, Request
 from gapless.device.cpu import CpuDevice, InlineDriver
+from gapless.models.tilings import MAX_ROWS, choose_tiling
 from gapless.pipeline.executor import LocalExecutor
 from gapless.runner import graphs
-from gapless.runner.graphs import GraphRunner, ladder
+from gapless.runner.graphs import GraphRunner, ladder, warm_up_shapes
 from toy import LIMITS, ToyModel, check_toy_logprobs, run_toy, toy_requests, toy_runner, toy_truth
 
 
@@ -109,3 +110,29 @@ def test_steps_that_want_log_probabilities_run_without_a_graph_and_are_counted(m
         check_toy_logprobs(request)
     assert set(runner.ledger) == {"no graph: prefill", "no graph: log-probabilities"}
     assert sum(runner.ledger.values()) == outcome.scheduler.counters.num_steps
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(1024, 3072), (2048, 8192), (4096, 14336)])
+def test_no_prompt_needs_a_kernel_that_was_not_compiled_at_the_start(hidden: int, inner: int) -> None:
+    """Captures and the first steps go through every way in which products are cut."""
+    roles = [
+        (4096, hidden, False, False),
+        (hidden, 2048, False, True),
+        (inner, hidden, True, False),
+        (hidden, inner, False, True),
+    ]
+
+    def cut(num_rows: int) -> set[tuple[int, object]]:
+        tilings = [choose_tiling(num_rows, n, k, gated=gated, adds=adds) for n, k, gated, adds in roles]
+        return set(enumerate(tilings))
+
+    limits = replace(LIMITS, max_batch_tokens=2048, max_model_len=2048)
+    sizes = [shape.num_decodes + shape.num_chunk_tokens for shape in warm_up_shapes(limits)]
+    compiled = set().union(*map(cut, [1, *sizes]))
+    for num_rows in range(1, MAX_ROWS + 50):
+        assert {item for item in cut(num_rows) if item[1] is not None} <= compiled, num_rows
+
+
+def test_short_limits_are_warmed_up_with_what_fits() -> None:
+    (shape,) = warm_up_shapes(replace(LIMITS, max_batch_tokens=8, max_model_len=64))
+    assert shape.num_chunk_tokens == 8

@@ -34,6 +34,7 @@ NO_BLOCK = -1
 WARM_UPS = 2
 NUM_CHUNKS = 8  # of a captured mixed step, one of them padding
 CHUNK_TOKENS = (32, 64, 128, 256, 512)
+WARM_UP_TOKENS = (15, 31, 63, 127, 191, 255)  # with a decode row: one size for each way in which products are cut
 MIXED_ROWS = (8, 32, 128)
 BUDGET_S = 120.0  # for all captures; what is left over then stays without a graph
 BUDGET_BYTES = 3 * 2**30
@@ -50,6 +51,12 @@ def mixed_ladder(limits: Limits) -> list[Shape]:
     rows = [count for count in MIXED_ROWS if count < limits.num_rows] + [limits.num_rows]
     tokens = [count for count in CHUNK_TOKENS if count <= min(limits.max_batch_tokens, limits.max_model_len)]
     return [Shape(num_rows, count, NUM_CHUNKS) for num_rows in rows for count in tokens]
+
+
+def warm_up_shapes(limits: Limits) -> list[Shape]:
+    """Shapes of mixed steps to run once at the start."""
+    most = min(limits.max_batch_tokens, limits.max_model_len)
+    return [Shape(1, count, NUM_CHUNKS) for count in WARM_UP_TOKENS if count < most] or [Shape(1, most, NUM_CHUNKS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +112,10 @@ class GraphRunner:
         mixes = mixed_ladder(limits) if mixed else []
         wanted = [*reversed(decodes), *reversed(mixes)]  # the largest first: the others fit into its memory
         device = runner.rows.last_token.device
-        first = Shape(1, min(CHUNK_TOKENS[0], limits.max_batch_tokens, limits.max_model_len), NUM_CHUNKS)
-        size = max(_packed_size(shape) for shape in (first, *wanted))
+        first = warm_up_shapes(limits)
+        size = max(_packed_size(shape) for shape in (*first, *wanted))
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
-        self._out = torch.zeros(max(shape.num_samples for shape in (first, *wanted)), dtype=torch.int32, device=device)
+        self._out = torch.zeros(max(shape.num_samples for shape in (*first, *wanted)), dtype=torch.int32, device=device)
         static = (Buffer("graph.in", self._packed, host=False), Buffer("graph.out", self._out, host=False))
         self.buffers: Sequence[Buffer] = (*runner.buffers, *static)  # graphs share them: one replay at a time
         self._graphs: dict[tuple[Shape, bool], Captured] = {}
@@ -172,11 +179,11 @@ class GraphRunner:
         return self._decode_shapes[index] if index < len(self._decode_shapes) else None
 
     @torch.inference_mode()
-    def _warm_up(self, shape: Shape) -> None:
-        """A mixed step of padding alone: kernels are compiled now, and not when the first prompt comes."""
-        plan = self._pack_padding(shape)
-        for greedy in (True, False):
-            self._mixed(plan, greedy)
+    def _warm_up(self, shapes: Sequence[Shape]) -> None:
+        """Mixed steps of padding alone: kernels are compiled now, and not when a prompt of that size comes."""
+        for shape in shapes:
+            self._mixed(self._pack_padding(shape), greedy=True)
+        self._mixed(self._pack_padding(shapes[0]), greedy=False)
         torch.cuda.synchronize()
 
     def _capture_all(self, wanted: Sequence[Shape], progress: Callable[[int, int], None] | None) -> None:
