@@ -340,6 +340,7 @@ def test_tokenize_and_back(server: Server) -> None:
 
 def test_operation(server: Server) -> None:
     assert server.get("/health") == (200, b'{"status":"ok"}')
+    assert server.send("HEAD", "/health") == server.send("HEAD", "/ready") == (200, b"")  # what some balancers ask
     assert server.get("/ready") == (200, b'{"status":"ready"}')
     assert json.loads(server.get("/version")[1])["version"]
     assert b"<title>" in server.get("/")[1]

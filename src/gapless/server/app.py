@@ -166,12 +166,14 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 
 def _add_operation(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 when the engine's loop answers, 503 when it is dead, stuck or loading."""
         alive = await service.supervisor.ping(service.options.health_timeout)
         return _json({"status": "ok"}) if alive else error_response(ApiError(503, "the engine does not answer"))
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
         """200 when requests are served at once, 503 while loading, restarting, recovering or draining."""
