@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -15,7 +17,8 @@ from gapless.models.tilings import MAX_ROWS, choose_tiling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # the interpreter has no bfloat16 products
-EPS = 1e-5
+TOLERANCE = 1e-2 if torch.cuda.is_available() else 1e-5
+EPS = 0.1  # large enough to be seen
 
 
 def draw(*size: int, seed: int = 0) -> torch.Tensor:
@@ -26,7 +29,7 @@ def draw(*size: int, seed: int = 0) -> torch.Tensor:
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.shape == expected.shape
     error = (found.float() - expected.float()).norm() / expected.float().norm()
-    assert error < 1e-2, error
+    assert error < TOLERANCE, error
 
 
 def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -34,11 +37,17 @@ def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "size"), [(1, 128), (1, 1024), (5, 128), (20, 128), (40, 128), (70, 128), (150, 128)]
+    ("num_rows", "size"),
+    [(1, 128), (1, 1024), (1, 1536), (5, 128), (5, 384), (20, 128), (40, 128), (70, 128), (150, 128)],
 )
 def test_a_layer_of_fused_products(num_rows: int, size: int) -> None:
-    """Embedding, norm and product, residual, norm and gate, residual: sums of squares go from kernel to kernel."""
+    """Embedding, norm and product, residual, norm and gate: sums of squares go from kernel to kernel.
+
+    Sums that nobody left are not numbers: a product that reads one too many shows it, where the number of tiles is no
+    power of two (384 and 1536 columns).
+    """
     make = SkinnyLayers(DEVICE, fused=True)
+    make._workspace.squares.fill_(math.nan)
     table, ids = draw(160, size), torch.arange(num_rows, device=DEVICE)
     norms = [Norm(1 + 0.1 * draw(size, seed=i), EPS) for i in (1, 2)]
     qkv, out = draw(64, size, seed=3), draw(size, 2 * size, seed=4)
@@ -106,9 +115,10 @@ def test_split_products_add_up_in_one_pass() -> None:
     assert tiling is not None
     assert tiling.splits == 8
     make = SkinnyLayers(DEVICE, fused=True)
-    x, weight = draw(4, 1024), draw(64, 1024, seed=1)
+    weight = draw(64, 1024)
     product = make.linear(weight)
-    for _ in range(2):  # the second time finds the counters as the first left them
+    for seed in (1, 2):  # the second finds the counters as the first left them, and maybe its result in the same memory
+        x = draw(4, 1024, seed=seed)
         assert_near(product(x), x.float() @ weight.float().T)
 
 
