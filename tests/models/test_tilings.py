@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gapless.models.tilings import MAX_ROWS, SHARED_MEMORY_BYTES, Tiling, choose_tiling
+from gapless.models.tilings import MAX_ROWS, NUM_CORES, SHARED_MEMORY_BYTES, VECTOR_BYTES, Tiling, choose_tiling
 
 # hidden, intermediate, queries' size, keys' size, vocabulary
 MODELS = {
@@ -12,12 +12,23 @@ MODELS = {
     "0.6B": (1024, 3072, 2048, 1024, 151936),
     "1B": (2048, 8192, 2048, 512, 128256),
 }
+OTHERS = {  # not all of whose products have a tiling
+    "SmolLM2-135M": (576, 1536, 576, 192, 49152),
+    "Qwen2.5-0.5B": (896, 4864, 896, 128, 151936),
+    "TinyLlama-1.1B": (2048, 5632, 2048, 256, 32000),
+    "Qwen3-4B": (2560, 9728, 4096, 1024, 151936),
+    "Llama-3.2-3B": (3072, 8192, 3072, 1024, 128256),
+    "OpenLLaMA-3B": (3200, 8640, 3200, 3200, 32000),
+    "Llama-2-13B": (5120, 13824, 5120, 5120, 32000),
+    "Qwen2.5-72B": (8192, 29568, 8192, 1024, 152064),
+    "Llama-3.1-405B": (16384, 53248, 16384, 1024, 128256),
+}
 ROWS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 128, 129, MAX_ROWS]
 
 
 def products(model: str) -> dict[str, tuple[int, int, bool, bool]]:
     """Columns, inner size, gated, adds."""
-    hidden, intermediate, q_size, kv_size, vocab = MODELS[model]
+    hidden, intermediate, q_size, kv_size, vocab = (MODELS | OTHERS)[model]
     return {
         "qkv": (q_size + 2 * kv_size, hidden, False, False),
         "out": (hidden, q_size, False, True),
@@ -49,6 +60,37 @@ def test_tilings_cover_their_product_and_fit_the_chip(num_rows: int, model: str)
             assert num_rows <= tiling.block_m or num_rows > 64
             stage_bytes = 2 * tiling.block_k * (tiling.block_m + tiling.block_n * (2 if gated else 1))
             assert 2 <= tiling.num_stages <= SHARED_MEMORY_BYTES // stage_bytes
+
+
+@pytest.mark.parametrize("model", [*MODELS, *OTHERS])
+def test_tilings_stay_within_the_workspace(model: str) -> None:
+    skinny = pytest.importorskip("gapless.models.skinny")
+    for name, (columns, inner, gated, adds) in products(model).items():
+        for num_rows in range(1, MAX_ROWS + 2):
+            tiling = tile(num_rows, model, name)
+            if tiling is None:
+                continue
+            num_tiles, row_tiles = columns // tiling.block_n, -(-num_rows // tiling.block_m)
+            assert row_tiles * tiling.block_m <= MAX_ROWS  # padding has sums of squares too
+            assert not adds or num_tiles <= skinny.SQUARES_TILES
+            if tiling.vector:
+                assert 2 * (2 if gated else 1) * tiling.block_n * inner <= VECTOR_BYTES
+                assert num_tiles <= 2 * NUM_CORES
+            if tiling.splits > 1:
+                assert num_tiles * row_tiles <= skinny.COUNTERS
+                assert tiling.splits * columns * row_tiles * tiling.block_m <= skinny.PARTS
+            if tiling.ask_bytes:
+                check_asks(tiling, inner // tiling.splits, inner, skinny.ASKS)
+
+
+def check_asks(tiling: Tiling, part_size: int, inner: int, num_asks: int) -> None:
+    """Pieces of whole 16 bytes, as the instruction takes them, within the program's part of each row."""
+    asks_a_row = num_asks // tiling.block_n
+    assert asks_a_row * tiling.block_n == num_asks
+    size = min(tiling.ask_bytes // num_asks, 2 * part_size // asks_a_row)
+    assert size > 0
+    assert all(offset % 16 == 0 for offset in (size, 2 * part_size, 2 * inner))
+    assert asks_a_row * size <= 2 * part_size
 
 
 def test_one_row_of_a_small_model_is_in_flight_at_once() -> None:

@@ -1,4 +1,4 @@
-"""Matrix products of few rows with everything around them fused in, as one Triton kernel, for NVIDIA GPUs.
+"""Matrix products of few rows with everything around them fused in, each as one Triton kernel, for NVIDIA GPUs.
 
 A decode step is bound by the bytes of its weights and by the number of its kernels. So a product here takes along the
 norm before it (as a factor for each row, from sums of squares that the kernel before left behind), or SiLU and the
@@ -15,7 +15,8 @@ from gapless.models import skinny_kernels as kernels
 from gapless.models.tilings import MAX_ROWS, Tiling
 
 SQUARES_TILES = 512  # column tiles of a residual at most
-PARTS = 2**24  # numbers that the parts of a split product may have
+PARTS = 2**21  # numbers that the parts of a split product have at most
+COUNTERS = 512  # tiles of a split product at most
 ASKS = 128  # pieces of its weights that a program asks for before it waits
 
 
@@ -24,7 +25,7 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self.parts = torch.empty(PARTS, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(16384, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self.squares = torch.zeros(SQUARES_TILES * MAX_ROWS, dtype=torch.float32, device=device)
 
 
@@ -53,10 +54,14 @@ def product(
 
     With `num_squares`, rows of x are first normalized by the sums of squares in the workspace; with `add_to`, the
     result is added to it in place, and its sums of squares are left in the workspace, one for each tile of columns.
+    Not both: sums would be written over while others still read them.
     """
+    assert num_squares == 0 or add_to is None
     num_rows, inner = x.shape
     columns = len(weight) // 2 if gated else len(weight)
     out = torch.empty(num_rows, columns, dtype=dtype or x.dtype, device=x.device) if add_to is None else add_to
+    num_tiles, row_tiles = columns // tiling.block_n, triton.cdiv(num_rows, tiling.block_m)
+    assert add_to is None or num_tiles <= SQUARES_TILES
     squares = workspace.squares
     common = {
         "N": columns, "K": inner, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k,
@@ -65,13 +70,13 @@ def product(
         "num_warps": tiling.num_warps, **early(),
     }  # fmt: skip
     if tiling.vector:
-        kernels.vector_product[(columns // tiling.block_n,)](
-            x, weight, out, squares, squares, num_squares, eps, **common
-        )
+        kernels.vector_product[(num_tiles,)](x, weight, out, squares, squares, num_squares, eps, **common)
         return out
-    row_tiles = triton.cdiv(num_rows, tiling.block_m)
-    assert tiling.splits == 1 or tiling.splits * columns * row_tiles * tiling.block_m <= PARTS
-    kernels.product[(columns // tiling.block_n, tiling.splits, row_tiles)](
+    if tiling.splits > 1:
+        assert not gated  # parts of `up` are not added up
+        assert num_tiles * row_tiles <= COUNTERS
+        assert tiling.splits * columns * row_tiles * tiling.block_m <= PARTS
+    kernels.product[(num_tiles, tiling.splits, row_tiles)](
         x, weight, out, workspace.parts, workspace.counters, squares, squares, num_rows, num_squares, eps,
         BLOCK_M=tiling.block_m, SPLITS=tiling.splits, ASK_BYTES=tiling.ask_bytes, ASKS=ASKS, LET_IN=tiling.lets_in,
         num_stages=tiling.num_stages, **common,
