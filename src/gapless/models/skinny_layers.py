@@ -82,7 +82,7 @@ class SkinnyNormed:
     """A norm and a product, with SiLU and the gate where there is one.
 
     For the fused kernels the norm's weight is multiplied into the columns of the product's. That rounds once more, so
-    a product that no kernel can take is left as it is.
+    a product that no kernel takes for a few rows is left as it is, and is the library's for any number of rows.
     """
 
     def __init__(

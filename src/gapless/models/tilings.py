@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-MAX_ROWS = 256  # beyond that cuBLAS is ahead everywhere
+MAX_ROWS = 256  # more are cuBLAS's
 NUM_CORES = 132
 SHARED_MEMORY_BYTES = 200_000  # that a program's stages may take
 HEAD_COLUMNS = 65536  # a product with more than this is a vocabulary's
-LONG = 4096  # inner dimensions from here on keep the memory busy without help
-SHORT_NUMBERS = 5 * 2**19  # a product of fewer weights is over before the next one's asking can help
+LONG = 4096  # inner dimensions from here on are a large model's, which gains nothing by asking ahead
+SHORT_NUMBERS = 5 * 2**19  # a product of fewer weights does not let the next kernel in at once
 ASK_BYTES = 16384
 VECTOR_BYTES = 65536  # of weights that a program of the kernel for one row holds in registers
 
@@ -48,7 +48,7 @@ def choose_tiling(num_rows: int, columns: int, inner: int, *, gated: bool = Fals
 
 
 def _one_row(columns: int, inner: int, *, gated: bool) -> Tiling | None:
-    """The largest tiles that leave no core without one, where all programs run at once."""
+    """The largest tiles that leave at most four cores without one, else the smallest; all programs run at once."""
     num_weights = 2 if gated else 1
     for block_n in (32, 16, 8):
         block_k = (1024 if block_n == 8 else 512) // num_weights
@@ -61,27 +61,37 @@ def _one_row(columns: int, inner: int, *, gated: bool) -> Tiling | None:
 
 
 def _few_rows(num_rows: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling:
-    """One tile of rows."""
+    """One tile of rows, with as many stages as there is memory for."""
     block_m = max(16, 1 << (num_rows - 1).bit_length())  # what the matrix units take
     if columns > HEAD_COLUMNS:
         tiling = Tiling(block_m, 128 if num_rows > 16 else 64, 128, num_stages=3, lets_in=True)
-    elif inner >= LONG:
-        wide = columns > 4096
-        tiling = Tiling(block_m, 64, 256 if wide and not gated else 128, lets_in=wide and not gated and not adds)
-        if not wide and not gated:
-            tiling = _split(tiling, columns, inner, num_programs=256)
     else:
-        many = block_m == 64
-        block_n = 32 if columns <= 4096 or (gated and columns < 8192) else 64
-        short = columns * inner * (2 if gated else 1) < SHORT_NUMBERS
-        lets_in = gated or not (short or many)
-        block_k = 64 if many and not gated and not adds else 128
-        tiling = Tiling(block_m, block_n, block_k, num_stages=5 if block_k == 128 else 6, lets_in=lets_in)
-        if not gated and block_k == 128:
-            tiling = _split(tiling, columns, inner, num_programs=128)
+        choose = _few_rows_large if inner >= LONG else _few_rows_small
+        tiling = choose(block_m, columns, inner, gated=gated, adds=adds)
     stage_bytes = 2 * tiling.block_k * (block_m + tiling.block_n * (2 if gated else 1))
     num_stages = min(tiling.num_stages, SHARED_MEMORY_BYTES // stage_bytes)
     return replace(tiling, num_stages=num_stages, ask_bytes=0 if inner >= LONG else ASK_BYTES)
+
+
+def _few_rows_large(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling:
+    """Of a large model: wide ones with nothing fused into their end let the next kernel in at once, QKV above all."""
+    if gated:
+        return Tiling(block_m, 64, 128)
+    if columns > 4096:
+        return Tiling(block_m, 64, 256, lets_in=not adds)
+    return _split(Tiling(block_m, 64, 128), columns, inner, num_programs=256)
+
+
+def _few_rows_small(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling:
+    """Of a small model: gated ones let the next kernel in at once, others up to 32 rows if they are not short."""
+    if gated:
+        return Tiling(block_m, 32 if columns < 8192 else 64, 128, num_stages=5, lets_in=True)
+    block_n = 32 if columns <= 4096 else 64
+    many = block_m == 64
+    if many and not adds:
+        return Tiling(block_m, block_n, 64, num_stages=6)
+    tiling = Tiling(block_m, block_n, 128, num_stages=5, lets_in=not many and columns * inner >= SHORT_NUMBERS)
+    return _split(tiling, columns, inner, num_programs=128)
 
 
 def _many_rows(num_rows: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling | None:
