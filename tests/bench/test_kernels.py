@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 
-from gapless.bench.kernels import COPIES, Launch, decode_steps, profile_decode, tabulate
+from gapless.bench.kernels import COPIES, NUM_STEPS, Launch, decode_steps, profile_decode, tabulate
 
 
 def step(start: float, *, gap: float = 0.0) -> list[Launch]:
@@ -29,9 +29,25 @@ def test_prefill_and_the_first_decode_step_are_left_out() -> None:
     assert [launch.start for launch in chosen] == sorted(launch.start for launch in launches if launch.start >= 130)
 
 
-def test_a_profile_without_decode_steps_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 decode steps begin and 0 end"):
-        decode_steps([Launch("prefill", 0, 50)])
+def test_later_steps_do_not_count() -> None:
+    """By then the first requests may be over."""
+    launches = [launch for start in range(0, 10 * NUM_STEPS + 50, 10) for launch in step(start)]
+    chosen, num_steps = decode_steps(launches)
+    assert num_steps == NUM_STEPS
+    assert (chosen[0], chosen[-1].end) == (Launch("_begin", 10, 11), 10 * NUM_STEPS + 10)
+
+
+@pytest.mark.parametrize(
+    ("launches", "seen"),
+    [
+        ([Launch("prefill", 0, 50)], "0 decode steps begin and 0 end"),
+        ([*step(0), *step(10)], "2 decode steps begin and 2 end"),
+        ([*step(0), *step(10), *step(20), *step(30)[:-1]], "4 decode steps begin and 3 end"),
+    ],
+)
+def test_a_profile_without_whole_decode_steps_is_refused(launches: list[Launch], seen: str) -> None:
+    with pytest.raises(ValueError, match=seen):
+        decode_steps(launches)
 
 
 def test_a_mean_step() -> None:
@@ -47,6 +63,7 @@ def test_a_mean_step() -> None:
 def test_overlapping_kernels_are_not_idle() -> None:
     launches = [Launch("a", 0, 10), Launch("b", 2, 4), Launch("c", 12, 13)]
     assert tabulate(launches, 1).idle_us == 2
+    assert [row.name for row in tabulate(launches, 1).rows] == ["a", "b", "c"]
 
 
 def test_as_text() -> None:
@@ -82,6 +99,6 @@ def test_a_profile_is_of_the_compute_stream(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("torch.profiler.profile", Profile)
     llm = SimpleNamespace(generate=lambda prompts, params: asked.append((prompts, params.max_tokens)))
     table = profile_decode(llm, [[1, 2]])
-    assert asked == [([[1, 2]], 26)]
+    assert asked == [([[1, 2]], 1 + NUM_STEPS + 1)]  # the prompt's step, one left out, and those that count
     assert (table.num_steps, table.step_us, table.idle_us) == (2, 10, 0)
     assert {row.name for row in table.rows} == {"_begin", "product", "_end"}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gapless.bench import workloads
-from gapless.bench.kernels import KernelRow, KernelTable
+from gapless.bench.kernels import KernelRow, KernelTable, profiled_tokens
 from gapless.bench.workloads import WORKLOADS, Row, run_bytes, weight_bytes
 from gapless.cli import main
 
@@ -53,6 +55,42 @@ def test_prompts_are_the_same_every_time_and_as_long_as_they_should_be() -> None
     mixed = WORKLOADS["M"]
     assert len({len(prompt) for prompt in mixed.prompts()}) > 100
     assert 16 <= min(mixed.counts()) < max(mixed.counts()) <= mixed.max_tokens
+
+
+@pytest.mark.parametrize("name", [name for name, work in WORKLOADS.items() if not work.mixed])
+def test_a_profiled_run_is_of_all_rows_and_fits_into_the_model(name: str) -> None:
+    """What `profiled_tokens` takes for granted: a step has room for a prompt beside the rows that decode."""
+    work = WORKLOADS[name]
+    prompts = work.halfway()
+    assert len(prompts) == work.max_num_rows
+    assert len(prompts[0]) + len(prompts) <= 8192  # tokens in a step, by default
+    assert len(prompts[0]) + profiled_tokens(len(prompts)) <= work.length
+
+
+def test_steps_are_profiled_after_each_run_and_a_profile_that_fails_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = KernelTable(23, 1600.0, 3.0, ())
+    given: list[int] = []
+
+    def profile(llm: Any, prompts: list[list[int]]) -> KernelTable:
+        given.append(len(prompts))
+        if len(prompts) == 1:
+            raise ValueError("the profiler saw 0 decode steps begin and 0 end")
+        return table
+
+    monkeypatch.setattr("gapless.LLM", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("gapless.device.cuda.CudaDevice", lambda: SimpleNamespace(read_rate=lambda: READ_RATE))
+    monkeypatch.setattr(workloads, "_time", lambda llm, name, *_: make_row(workload=name))
+    monkeypatch.setattr(workloads, "profile_decode", profile)
+    rows = list(workloads.measure(["D", "F", "M"], [2], tmp_path, kernels=True))
+    assert [row.kernels for row in rows if isinstance(row, Row)] == [
+        table,
+        "the profiler saw 0 decode steps begin and 0 end",
+        "not profiled, for hardly two steps are alike",
+    ]
+    assert given == [32, 1]
+    assert [row.kernels for row in workloads.measure(["D"], [2], tmp_path) if isinstance(row, Row)] == [None]
 
 
 def test_what_was_measured_is_kept_when_a_later_run_fails(

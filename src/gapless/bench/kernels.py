@@ -61,16 +61,17 @@ class KernelTable:
 
 
 def decode_steps(launches: Sequence[Launch]) -> tuple[list[Launch], int]:
-    """The launches of whole captured decode steps after the last other step, and how many steps that is.
+    """The launches of the first `NUM_STEPS` captured decode steps, or as many as there are, and how many that is.
 
-    The first of them is left out: the GPU may have waited before it.
+    The very first is left out: the GPU may have waited before it.
     """
     ordered = sorted(launches, key=lambda launch: launch.start)
     begins = [index for index, launch in enumerate(ordered) if launch.name == FIRST]
     ends = [index for index, launch in enumerate(ordered) if launch.name == LAST]
     if len(begins) < 3 or len(ends) != len(begins):
-        raise ValueError(f"{len(begins)} decode steps begin and {len(ends)} end in this profile")
-    return ordered[begins[1] : ends[-1] + 1], len(begins) - 1
+        raise ValueError(f"the profiler saw {len(begins)} decode steps begin and {len(ends)} end")
+    num_steps = min(NUM_STEPS, len(begins) - 1)
+    return ordered[begins[1] : ends[num_steps] + 1], num_steps
 
 
 def tabulate(launches: Sequence[Launch], num_steps: int) -> KernelTable:
@@ -91,13 +92,22 @@ def tabulate(launches: Sequence[Launch], num_steps: int) -> KernelTable:
     return KernelTable(num_steps, span / num_steps, idle / num_steps, tuple(ranked))
 
 
+def profiled_tokens(num_prompts: int) -> int:
+    """New tokens of each request: at most one in each step that takes in prompts, then one in each decode step."""
+    return num_prompts + NUM_STEPS + 1
+
+
 def profile_decode(llm: Any, prompts: Sequence[Sequence[int]]) -> KernelTable:
-    """Decode some steps after these prompts, all of which fit into the rows, and take them apart."""
+    """Decode some steps after these prompts, all of which fit into the rows, and take them apart.
+
+    Long prompts are taken in over several steps, one of them or more in each. So many tokens are asked for that the
+    first request still decodes, beside all others, when the steps that count are over.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     from gapless import SamplingParams
 
-    params = SamplingParams(max_tokens=NUM_STEPS + 2, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=profiled_tokens(len(prompts)), temperature=0, ignore_eos=True)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         llm.generate(prompts, params)
     launches = [

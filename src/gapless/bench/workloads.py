@@ -129,7 +129,7 @@ class Row:
     idle_by_cause: dict[str, float] = field(default_factory=dict)  # seconds of the compute stream
     graphs: str = ""  # what capturing took
     attention: str = ""  # which one ran, and why
-    kernels: KernelTable | None = None  # of a decode step halfway through
+    kernels: KernelTable | str | None = None  # of a decode step halfway through, or why they are not known
 
 
 def weight_bytes(shape: str) -> int:
@@ -225,8 +225,17 @@ def _measure_shape(
     with llm:
         for name in names:
             row = _time(llm, name, depth, rate, start_s, timelines)
-            takes_apart = kernels and not WORKLOADS[name].mixed
-            yield replace(row, kernels=profile_decode(llm, WORKLOADS[name].halfway())) if takes_apart else row
+            yield replace(row, kernels=_take_apart(llm, WORKLOADS[name])) if kernels else row
+
+
+def _take_apart(llm: Any, work: Workload) -> KernelTable | str:
+    """A step of the workload, or why there is none to show: the times measured before stand in any case."""
+    if work.mixed:
+        return "not profiled, for hardly two steps are alike"
+    try:
+        return profile_decode(llm, work.halfway())
+    except ValueError as error:
+        return str(error)
 
 
 def _time(llm: Any, name: str, depth: int, rate: float, start_s: float, timelines: list[Timeline] | None) -> Row:
