@@ -1,4 +1,4 @@
-"""What all Triton kernels share: how they are launched.
+"""What all Triton kernels share: how they are launched, and what the GPU has room for.
 
 Programmatic dependent launch lets a kernel come in while the one before it still runs; a kernel that is launched so
 waits (`gdc_wait`) before it touches what that one writes, and says (`gdc_launch_dependents`) from when on the next may
@@ -20,6 +20,15 @@ def early() -> dict[str, Any]:
     """Launch arguments of a kernel that has the two calls: on where the GPU knows them (Hopper and later)."""
     known = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
     return {"EARLY": True, "launch_pdl": True} if known else {"EARLY": False}
+
+
+@cache
+def shared_memory_bytes() -> int | None:
+    """What a program may take of a core's shared memory; None: no GPU, no limit."""
+    if not torch.cuda.is_available():
+        return None
+    driver = triton.runtime.driver.active
+    return int(driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"])
 
 
 @triton.jit

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from gapless.models import fused
+from gapless.models import fused, skinny
 from gapless.models.layers import Gate, Hidden, Norm
 from gapless.models.skinny_layers import SkinnyLayers
-from gapless.models.tilings import MAX_ROWS, choose_tiling
+from gapless.models.tilings import MAX_ROWS, Tiling, choose_tiling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # the interpreter has no bfloat16 products
@@ -120,6 +120,20 @@ def test_split_products_add_up_in_one_pass() -> None:
     for seed in (1, 2):  # the second finds the counters as the first left them, and maybe its result in the same memory
         x = draw(4, 1024, seed=seed)
         assert_near(product(x), x.float() @ weight.float().T)
+
+
+@pytest.mark.parametrize(("shared_bytes", "num_stages"), [(None, 4), (232_448, 4), (166_912, 3), (101_376, 1)])
+def test_a_gpu_with_less_shared_memory_has_fewer_stages(
+    monkeypatch: pytest.MonkeyPatch, shared_bytes: int | None, num_stages: int
+) -> None:
+    """What Triton would else refuse to launch: 49152 bytes a stage."""
+    launched: list[int] = []
+    kernel = {(2, 1, 1): lambda *_, **options: launched.append(options["num_stages"])}
+    monkeypatch.setattr(skinny.kernels, "product", kernel)
+    monkeypatch.setattr(skinny, "shared_memory_bytes", lambda: shared_bytes)
+    tiling = Tiling(64, 64, 128)
+    skinny.product(draw(40, 128), draw(256, 128), skinny.Workspace(DEVICE), tiling, gated=True)
+    assert launched == [num_stages]
 
 
 @pytest.mark.parametrize("size", [96, 1000])

@@ -23,6 +23,7 @@ OTHERS = {  # not all of whose products have a tiling
     "Qwen2.5-72B": (8192, 29568, 8192, 1024, 152064),
     "Llama-3.1-405B": (16384, 53248, 16384, 1024, 128256),
 }
+SMALL_BYTES = 90_000  # of shared memory for stages, on a GPU with 99 KiB
 ROWS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 128, 129, MAX_ROWS]
 
 
@@ -36,6 +37,11 @@ def products(model: str) -> dict[str, tuple[int, int, bool, bool]]:
         "down": (hidden, intermediate, False, True),
         "head": (vocab, hidden, False, False),
     }
+
+
+def stage_bytes(tiling: Tiling, *, gated: bool) -> int:
+    """Of x and of one or two weights, in bfloat16."""
+    return 2 * tiling.block_k * (tiling.block_m + tiling.block_n * (2 if gated else 1))
 
 
 def tile(num_rows: int, model: str, name: str) -> Tiling | None:
@@ -58,8 +64,9 @@ def test_tilings_cover_their_product_and_fit_the_chip(num_rows: int, model: str)
         if not tiling.vector:
             assert tiling.block_m in (16, 32, 64, 128)
             assert num_rows <= tiling.block_m or num_rows > 64
-            stage_bytes = 2 * tiling.block_k * (tiling.block_m + tiling.block_n * (2 if gated else 1))
-            assert 2 <= tiling.num_stages <= SHARED_MEMORY_BYTES // stage_bytes
+            assert 2 <= tiling.num_stages <= SHARED_MEMORY_BYTES // stage_bytes(tiling, gated=gated)
+            fitting = tiling.stages_within(SMALL_BYTES, gated=gated)
+            assert fitting == min(tiling.num_stages, SMALL_BYTES // stage_bytes(tiling, gated=gated)) >= 1
 
 
 @pytest.mark.parametrize("model", [*MODELS, *OTHERS])

@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 import triton
 
-from gapless.kernels import early
+from gapless.kernels import early, shared_memory_bytes
 from gapless.models import skinny_kernels as kernels
 from gapless.models.tilings import MAX_ROWS, Tiling
 
 SQUARES_TILES = 512  # column tiles of a residual at most
 PARTS = 2**21  # numbers that the parts of a split product have at most
 COUNTERS = 512  # tiles of a split product at most
+SPARE_BYTES = 8192  # of shared memory, for what is not a stage
 ASKS = 128  # pieces of its weights that a program asks for before it waits
 
 
@@ -79,6 +80,12 @@ def product(
     kernels.product[(num_tiles, tiling.splits, row_tiles)](
         x, weight, out, workspace.parts, workspace.counters, squares, squares, num_rows, num_squares, eps,
         BLOCK_M=tiling.block_m, SPLITS=tiling.splits, ASK_BYTES=tiling.ask_bytes, ASKS=ASKS, LET_IN=tiling.lets_in,
-        num_stages=tiling.num_stages, **common,
+        num_stages=_num_stages(tiling, gated=gated), **common,
     )  # fmt: skip
     return out
+
+
+def _num_stages(tiling: Tiling, *, gated: bool) -> int:
+    """The tiling's, or what this GPU has room for: many have less shared memory than the one it was measured on."""
+    limit = shared_memory_bytes()
+    return tiling.num_stages if limit is None else tiling.stages_within(limit - SPARE_BYTES, gated=gated)

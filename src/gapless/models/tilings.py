@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 MAX_ROWS = 256  # more are cuBLAS's
 NUM_CORES = 132
-SHARED_MEMORY_BYTES = 200_000  # that a program's stages may take
+SHARED_MEMORY_BYTES = 200_000  # that a program's stages may take there
 HEAD_COLUMNS = 65536  # a product with more than this is a vocabulary's
 LONG = 4096  # inner dimensions from here on are a large model's, which gains nothing by asking ahead
 SHORT_NUMBERS = 5 * 2**19  # a product of fewer weights does not let the next kernel in at once
@@ -31,6 +31,11 @@ class Tiling:
     ask_bytes: int = 0  # of its weights, that a program asks for before it waits
     lets_in: bool = False  # the next kernel at once, not only when the weights are read
     vector: bool = False  # one row, by the kernel for it
+
+    def stages_within(self, shared_bytes: int, *, gated: bool) -> int:
+        """As many stages as it wants and as fit: each has a tile of rows, and one or two of weights."""
+        stage_bytes = 2 * self.block_k * (self.block_m + self.block_n * (2 if gated else 1))
+        return max(1, min(self.num_stages, shared_bytes // stage_bytes))
 
 
 def choose_tiling(num_rows: int, columns: int, inner: int, *, gated: bool = False, adds: bool = False) -> Tiling | None:
@@ -68,8 +73,7 @@ def _few_rows(num_rows: int, columns: int, inner: int, *, gated: bool, adds: boo
     else:
         choose = _few_rows_large if inner >= LONG else _few_rows_small
         tiling = choose(block_m, columns, inner, gated=gated, adds=adds)
-    stage_bytes = 2 * tiling.block_k * (block_m + tiling.block_n * (2 if gated else 1))
-    num_stages = min(tiling.num_stages, SHARED_MEMORY_BYTES // stage_bytes)
+    num_stages = tiling.stages_within(SHARED_MEMORY_BYTES, gated=gated)
     return replace(tiling, num_stages=num_stages, ask_bytes=0 if inner >= LONG else ASK_BYTES)
 
 
