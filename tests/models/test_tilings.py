@@ -101,13 +101,22 @@ def check_asks(tiling: Tiling, part_size: int, inner: int, num_asks: int) -> Non
 
 
 def test_one_row_of_a_small_model_is_in_flight_at_once() -> None:
-    for name in ("qkv", "out", "gate_up", "down"):
+    """In the largest tiles that leave hardly a core idle."""
+    for name, block_n in {"qkv": 32, "out": 8, "gate_up": 16, "down": 8}.items():
         tiling = tile(1, "0.6B", name)
         assert tiling is not None
         assert tiling.vector
+        assert tiling.block_n == block_n
     large = tile(1, "8B", "gate_up")
     assert large is not None
     assert not large.vector
+
+
+def test_products_are_split_in_eight_at_most() -> None:
+    for inner, splits in {256: 2, 1024: 8, 2048: 8}.items():
+        tiling = choose_tiling(4, 64, inner)
+        assert tiling is not None
+        assert tiling.splits == splits
 
 
 def test_many_rows_of_a_large_model_take_the_library() -> None:
