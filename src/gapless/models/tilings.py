@@ -7,6 +7,7 @@ free (shared memory, cores, bandwidth) is what the next one begins with. docs/LO
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 MAX_ROWS = 256  # more are cuBLAS's
 NUM_CORES = 132
@@ -38,6 +39,7 @@ class Tiling:
         return max(1, min(self.num_stages, shared_bytes // stage_bytes))
 
 
+@lru_cache(maxsize=4096)  # a step without a graph asks for every product of every layer
 def choose_tiling(num_rows: int, columns: int, inner: int, *, gated: bool = False, adds: bool = False) -> Tiling | None:
     """How to cut a product of rows with a weight [columns, inner] (gated: two of them); None: cuBLAS is to take it.
 
