@@ -117,7 +117,7 @@ def test_split_products_add_up_in_one_pass() -> None:
     make = SkinnyLayers(DEVICE, fused=True)
     weight = draw(64, 1024)
     product = make.linear(weight)
-    for seed in (1, 2):  # the second finds the counters as the first left them, and maybe its result in the same memory
+    for seed in (1, 2):  # another x, or the second might find the first one's result in its memory and pass with that
         x = draw(4, 1024, seed=seed)
         assert_near(product(x), x.float() @ weight.float().T)
 

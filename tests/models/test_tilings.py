@@ -12,7 +12,7 @@ MODELS = {
     "0.6B": (1024, 3072, 2048, 1024, 151936),
     "1B": (2048, 8192, 2048, 512, 128256),
 }
-OTHERS = {  # not all of whose products have a tiling
+OTHERS = {  # some of whose products have no tiling
     "SmolLM2-135M": (576, 1536, 576, 192, 49152),
     "Qwen2.5-0.5B": (896, 4864, 896, 128, 151936),
     "TinyLlama-1.1B": (2048, 5632, 2048, 256, 32000),
