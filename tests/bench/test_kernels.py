@@ -88,7 +88,7 @@ def test_a_profile_is_of_the_compute_stream(monkeypatch: pytest.MonkeyPatch) -> 
 
         def events(self) -> list[Any]:
             times = [(item, DeviceType.CUDA) for item in (*launches, *aside)]
-            times.append((Launch("cudaLaunchKernel", 5, 25), DeviceType.CPU))
+            times.append((Launch("cudaLaunchKernel", 12, 25), DeviceType.CPU))
             return [
                 SimpleNamespace(
                     name=item.name, time_range=SimpleNamespace(start=item.start, end=item.end), device_type=kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ pytest.importorskip("triton")
 
 from gapless.models import fused, skinny
 from gapless.models.layers import Gate, Hidden, Norm
-from gapless.models.skinny_layers import SkinnyLayers
+from gapless.models.skinny_layers import SkinnyLayers, library_product
 from gapless.models.tilings import MAX_ROWS, Tiling, choose_tiling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,11 +79,11 @@ def test_one_row_of_short_products_has_a_kernel_of_its_own() -> None:
         assert tiling.vector
 
 
-def test_too_many_rows_and_biases_take_the_library() -> None:
+@pytest.mark.parametrize("num_rows", [3, MAX_ROWS + 1])
+def test_too_many_rows_and_biases_take_the_library(num_rows: int) -> None:
     make = SkinnyLayers(DEVICE, fused=True)
-    num_rows = MAX_ROWS + 1
     hidden = make.embed(draw(300, 128))(torch.arange(num_rows, device=DEVICE))
-    assert hidden.num_squares == 0
+    assert hidden.num_squares == (1 if num_rows <= MAX_ROWS else 0)
     norm = Norm(1 + 0.1 * draw(128, seed=1), EPS)
     weight, bias = draw(64, 128, seed=3), draw(64, seed=4)
     expected = normed(hidden.values, norm) @ weight.float().T + bias.float()
@@ -92,8 +93,28 @@ def test_too_many_rows_and_biases_take_the_library() -> None:
     added = draw(num_rows, 64, seed=8).float() @ draw(128, 64, seed=6).float().T + draw(128, seed=7).float()
     assert found.addend is not None
     expected = residual.float() + added
+    again = Hidden(found.values.clone(), found.addend)
     assert_near(make.norm(norm)(found), normed(expected, norm))
     assert_near(found.values, expected)  # the norm added it in place
+    assert_near(make.norm_linear(norm, weight, None)(again), normed(expected, norm) @ weight.float().T)
+
+
+def test_without_fused_kernels_all_products_are_the_plain_one() -> None:
+    """A row's result must not depend on the others, or on how many there are."""
+    asked: list[tuple[int, ...]] = []
+
+    def plain(x: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        asked.append(tuple(weight.shape))
+        return library_product(x, weight, *args, **kwargs)
+
+    make = SkinnyLayers(DEVICE, fused=False, plain=plain)
+    norm = Norm(1 + 0.1 * draw(128, seed=1), EPS)
+    qkv, out, gate, head = draw(64, 128), draw(128, 64), draw(32, 128), draw(256, 128)
+    hidden = make.embed(draw(300, 128))(torch.arange(3, device=DEVICE))
+    hidden = make.add_linear(out, None)(make.norm_linear(norm, qkv, None)(hidden), hidden)
+    make.norm_gated(norm, Gate(gate, gate, None, None))(hidden)
+    make.linear(head)(hidden.values)
+    assert asked == [(64, 128), (128, 64), (64, 128), (256, 128)]
 
 
 @pytest.mark.parametrize(("size", "bias"), [(100, False), (128, True)])
