@@ -89,8 +89,8 @@ def test_too_many_rows_and_biases_take_the_library(num_rows: int) -> None:
     expected = normed(hidden.values, norm) @ weight.float().T + bias.float()
     assert_near(make.norm_linear(norm, weight, bias)(hidden), expected)
     residual = draw(num_rows, 128, seed=5)
-    found = make.add_linear(draw(128, 64, seed=6), draw(128, seed=7))(draw(num_rows, 64, seed=8), Hidden(residual))
-    added = draw(num_rows, 64, seed=8).float() @ draw(128, 64, seed=6).float().T + draw(128, seed=7).float()
+    found = make.add_linear(draw(128, 128, seed=6), draw(128, seed=7))(draw(num_rows, 128, seed=8), Hidden(residual))
+    added = draw(num_rows, 128, seed=8).float() @ draw(128, 128, seed=6).float().T + draw(128, seed=7).float()
     assert found.addend is not None
     expected = residual.float() + added
     again = Hidden(found.values.clone(), found.addend)
@@ -129,6 +129,14 @@ def test_norms_stay_whole_where_no_kernel_takes_them(size: int, bias: bool) -> N
     found = make.norm_linear(norm, weight, added)
     assert_near(found(hidden), expected)
     assert found._weight is weight
+
+
+def test_a_gate_is_folded_where_a_gated_kernel_takes_it() -> None:
+    columns = 4128  # in tiles of 32, where a product without a gate has tiles of 64
+    assert choose_tiling(2, columns, 128) is None
+    gate = draw(columns, 128)
+    found = SkinnyLayers(DEVICE, fused=True).norm_gated(Norm(draw(128, seed=1), EPS), Gate(gate, gate, None, None))
+    assert not torch.equal(found._weight[:columns], gate)
 
 
 def test_split_products_add_up_in_one_pass() -> None:
