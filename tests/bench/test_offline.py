@@ -35,6 +35,7 @@ SMALL = ["--num-prompts", "3", "--prompt-tokens", "5", "--max-tokens", "4", "--t
         (["--logs", "/dev/null/logs"], "--logs: cannot be made"),
         (["--kernels"], "--kernels goes with --workload"),
         (["--workload", "D", "--depth", "auto"], "--depth: workloads run at fixed depths, such as 1 2, got auto"),
+        (["--workload", "D", "--peers", "vllm"], "--peers takes no names with --workload"),
         (["--workload", "D", "--json", "/no/such/folder/x.json"], "no such folder"),
         (["--prompt-tokens", "100", "--max-tokens", "100"], "200 tokens a request; .* takes 128 at most"),
     ],

@@ -95,6 +95,8 @@ def _workloads(args: argparse.Namespace) -> int:
     depths = [int(depth) for depth in args.depth if depth.isdigit()]
     if not depths:
         raise ConfigError(f"--depth: workloads run at fixed depths, such as 1 2, got {' '.join(args.depth)}")
+    if args.peers:
+        raise ConfigError(f"--peers takes no names with --workload, whose only peer is {workloads.PEER}")
     return workloads.main(
         args.workload,
         depths,
