@@ -91,12 +91,13 @@ def main(args: argparse.Namespace) -> int:
 
 def _workloads(args: argparse.Namespace) -> int:
     from gapless.bench import workloads
+    from gapless.bench.workload_peers import PEER
 
     depths = [int(depth) for depth in args.depth if depth.isdigit()]
     if not depths:
         raise ConfigError(f"--depth: workloads run at fixed depths, such as 1 2, got {' '.join(args.depth)}")
     if args.peers:
-        raise ConfigError(f"--peers takes no names with --workload, whose only peer is {workloads.PEER}")
+        raise ConfigError(f"--peers takes no names with --workload, whose only peer is {PEER}")
     return workloads.main(
         args.workload,
         depths,
