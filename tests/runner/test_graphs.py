@@ -97,7 +97,7 @@ def test_what_the_budget_leaves_out_is_padded_further(monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("no_gpu")
 def test_steps_that_want_log_probabilities_run_without_a_graph_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """No graph is there: any step that was taken for a replay would raise."""
-    monkeypatch.setattr(GraphRunner, "_capture_all", lambda self, wanted, progress: None)
+    monkeypatch.setattr(GraphRunner, "_capture_all", lambda self, wanted, report: None)
     device = CpuDevice(driver=InlineDriver())
     inner = toy_runner(device, LIMITS)
     runner = GraphRunner(inner, ToyModel(), inner._attention, LIMITS)
@@ -136,3 +136,14 @@ def test_no_prompt_needs_a_kernel_that_was_not_compiled_at_the_start(hidden: int
 def test_short_limits_are_warmed_up_with_what_fits() -> None:
     (shape,) = warm_up_shapes(replace(LIMITS, max_batch_tokens=8, max_model_len=64))
     assert shape.num_chunk_tokens == 8
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_progress_counts_what_is_compiled_and_what_is_captured() -> None:
+    """Compiling for the first steps takes as long as capturing, and is within the same budget."""
+    told: list[tuple[int, int]] = []
+    inner = toy_runner(CpuDevice(driver=InlineDriver()), LIMITS)
+    runner = GraphRunner(inner, ToyModel(), inner._attention, LIMITS, lambda done, total: told.append((done, total)))
+    total = len(warm_up_shapes(LIMITS)) + len(ladder(LIMITS.num_rows))
+    assert told == [(done + 1, total) for done in range(total)]
+    assert runner.cost.num_graphs == runner.cost.num_wanted == 2 * len(ladder(LIMITS.num_rows))

@@ -8,6 +8,7 @@ without one (much prefill, or log-probabilities) runs as it is and is counted wi
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import time
 from collections import Counter
@@ -69,7 +70,7 @@ class Captured:
 
 @dataclass(slots=True)
 class Cost:
-    """What capturing took."""
+    """What capturing took, kernels compiled for it and before it included."""
 
     num_graphs: int = 0
     num_wanted: int = 0
@@ -107,7 +108,6 @@ class GraphRunner:
         self._attention = attention
         self._limits = limits
         self.ledger: Counter[str] = Counter()  # steps without a graph, by reason
-        self.cost = Cost()
         decodes = [Shape(size, 0, 0) for size in ladder(limits.num_rows)]
         mixes = mixed_ladder(limits) if mixed else []
         wanted = [*reversed(decodes), *reversed(mixes)]  # the largest first: the others fit into its memory
@@ -122,8 +122,10 @@ class GraphRunner:
         self._decode_shapes: list[Shape] = []  # captured, smallest first
         self._mixed_shapes: list[Shape] = []
         self._decoding: tuple[Shape, IntArray] | None = None  # what `_packed` holds, if the last step was a decode step
-        self._warm_up(first)
-        self._capture_all(wanted, progress)
+        self.cost = Cost(num_wanted=2 * len(wanted))
+        report = _counter(progress, len(first) + len(wanted))
+        self._warm_up(first, report)
+        self._capture_all(wanted, report)
 
     def fill(self, plan: Plan, out: IntArray) -> int:
         """Pack the plan the way its step will read it."""
@@ -179,20 +181,20 @@ class GraphRunner:
         return self._decode_shapes[index] if index < len(self._decode_shapes) else None
 
     @torch.inference_mode()
-    def _warm_up(self, shapes: Sequence[Shape]) -> None:
+    def _warm_up(self, shapes: Sequence[Shape], report: Callable[[], None]) -> None:
         """Mixed steps of padding alone: kernels are compiled now, and not when a prompt of that size comes."""
         for shape in shapes:
             self._mixed(self._pack_padding(shape), greedy=True)
+            report()
         self._mixed(self._pack_padding(shapes[0]), greedy=False)
         torch.cuda.synchronize()
 
-    def _capture_all(self, wanted: Sequence[Shape], progress: Callable[[int, int], None] | None) -> None:
+    def _capture_all(self, wanted: Sequence[Shape], report: Callable[[], None]) -> None:
         """As many as the budget allows; a shape that is left out is padded to a larger one."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         free = torch.cuda.mem_get_info()[0]
-        self.cost = Cost(num_wanted=2 * len(wanted))
-        for index, shape in enumerate(wanted):
+        for shape in wanted:
             if not self.cost.within_budget():
                 break
             capture = self._capture_mixed if shape.num_chunks else self._capture_decode
@@ -201,8 +203,7 @@ class GraphRunner:
             (self._mixed_shapes if shape.num_chunks else self._decode_shapes).insert(0, shape)
             self.cost.num_graphs += 2
             self.cost.memory_bytes = free - torch.cuda.mem_get_info()[0]
-            if progress is not None:
-                progress(index + 1, len(wanted))
+            report()
         torch.cuda.synchronize()
         self.cost.within_budget()
         log.info("%s", self.cost)
@@ -279,6 +280,12 @@ def _record(body: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> t
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         body()
     return graph
+
+
+def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[], None]:
+    """A function that tells of one more that is done."""
+    done = itertools.count(1)
+    return lambda: progress(next(done), total) if progress is not None else None
 
 
 def _packed_size(shape: Shape) -> int:
