@@ -14,8 +14,10 @@ import pytest
 
 from gapless.bench import workloads
 from gapless.bench.kernels import NUM_STEPS, KernelRow, KernelTable, profiled_tokens
-from gapless.bench.workloads import WORKLOADS, Row, run_bytes, weight_bytes
+from gapless.bench.workload_jobs import WORKLOADS, run_bytes, weight_bytes
+from gapless.bench.workloads import Row
 from gapless.cli import main
+from gapless.errors import ConfigError
 
 READ_RATE = 4.40e12
 
@@ -105,10 +107,16 @@ def test_what_was_measured_is_kept_when_a_later_run_fails(
         raise RuntimeError("the second one failed")
 
     monkeypatch.setattr(workloads, "measure", measure)
-    path = tmp_path / "rows.json"
+    path, plot = tmp_path / "rows.json", tmp_path / "steps.svg"
     with pytest.raises(RuntimeError, match="the second one failed"):
-        workloads.main(["D", "E"], [2], json_path=str(path))
+        workloads.main(["D", "E"], [2], json_path=str(path), plot_path=str(plot))
     assert [row["workload"] for row in json.loads(path.read_text())["rows"]] == ["D"]
+    assert plot.read_text().count("<rect x=") == 1
+
+
+def test_unknown_workloads_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="unknown 'Z'; known: A, B, C, D, E, F, M"):
+        workloads.main(["D", "Z"], [2])
 
 
 def test_a_peer_that_fails_is_a_line_and_kernels_are_a_table(

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,25 +25,28 @@ pytestmark = [
 VOCAB = 1000
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 whose logits are far apart."""
+def make_model(**sizes: Any) -> Any:
+    """A random Qwen3."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, max_position_embeddings=2048, **sizes))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose logits are far apart."""
+    model = make_model(
         hidden_size=256,
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=32,
         intermediate_size=512,
-        max_position_embeddings=2048,
         initializer_range=0.2,
     )
     path = tmp_path_factory.mktemp("qwen3")
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    model.save_pretrained(path)
     return path
 
 
@@ -238,21 +242,15 @@ def test_log_probabilities_are_those_of_transformers(
 @pytest.mark.parametrize("num_rows", [1, 7, 32, 50, 100, 200])
 def test_bfloat16_products_of_any_batch_size(tmp_path: Path, num_rows: int) -> None:
     """Each size has kernels of its own: the model is wide enough for all of them. Tokens' scores are transformers'."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
+    model = make_model(
         hidden_size=1024,
         num_hidden_layers=3,
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=64,
         intermediate_size=3072,
-        max_position_embeddings=256,
         initializer_range=0.06,
     )
-    model = Qwen3ForCausalLM(config)
     model.save_pretrained(tmp_path)
     model.cuda().eval()
     draw = random.Random(num_rows)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from gapless import LLM, AsyncLLM, SamplingParams
-from gapless.bench import workloads
+from gapless.bench import workload_jobs, workloads
 from gapless.cli import main
 from gapless.commands import EXIT_INTERRUPTED
 from gapless.core.plan import Plan
@@ -215,9 +215,9 @@ def test_gpu_workloads_put_all_depths_into_one_trace(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same code with a tiny model on the CPU in the place of the large one on the GPU."""
-    monkeypatch.setitem(workloads.WORKLOADS, "T", workloads.Workload("0.6B", 3, 8, 20))
-    monkeypatch.setattr(workloads, "FIRST_TOKEN", 1)
-    monkeypatch.setattr(workloads, "END_TOKEN", 90)
+    monkeypatch.setitem(workloads.WORKLOADS, "T", workload_jobs.Workload("0.6B", 3, 8, 20))
+    monkeypatch.setattr(workload_jobs, "FIRST_TOKEN", 1)
+    monkeypatch.setattr(workload_jobs, "END_TOKEN", 90)
     monkeypatch.setattr("gapless.device.pick_device", lambda name: name)
 
     def measure(names: Any, depths: Any, folder: Path, timelines: Any, **_: bool) -> Iterator[workloads.Row]:
