@@ -28,6 +28,25 @@ def _ask_for_weights(
     prefetch(weight.to(tl.int64) + at, tl.full([ASKS], size, tl.int32))
 
 
+@triton.jit
+def _join(
+    acc, parts, counters, tile, split, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """Leave this part for the last one to finish. Whether that is this one, and if so the sum of all parts."""
+    num_cells = tl.num_programs(0) * tl.num_programs(2)
+    cell = tile * tl.num_programs(2) + tl.program_id(2)
+    part_at = parts + tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(part_at + (split * num_cells + cell) * BLOCK_M * BLOCK_N, acc)
+    tl.debug_barrier()  # every thread's part is written before the count says so
+    is_last = tl.atomic_add(counters + cell, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+    if is_last:
+        tl.store(counters + cell, 0)  # ready for the next product
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for other in tl.static_range(SPLITS):
+            acc += tl.load(part_at + (other * num_cells + cell) * BLOCK_M * BLOCK_N, cache_modifier=".cg")
+    return is_last, acc
+
+
 @triton.jit(do_not_specialize_on_alignment=["num_rows"])  # else a rare number of rows is compiled in the middle of work
 def product(
     x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps,
@@ -77,17 +96,7 @@ def product(
 
     is_last = True
     if SPLITS > 1:
-        num_cells = tl.num_programs(0) * tl.num_programs(2)
-        cell = tile * tl.num_programs(2) + tl.program_id(2)
-        part_at = parts + tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        tl.store(part_at + (split * num_cells + cell) * BLOCK_M * BLOCK_N, acc)
-        tl.debug_barrier()  # every thread's part is written before the count says so
-        is_last = tl.atomic_add(counters + cell, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if is_last:
-            tl.store(counters + cell, 0)  # ready for the next product
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for other in tl.static_range(SPLITS):
-                acc += tl.load(part_at + (other * num_cells + cell) * BLOCK_M * BLOCK_N, cache_modifier=".cg")
+        is_last, acc = _join(acc, parts, counters, tile, split, BLOCK_M, BLOCK_N, SPLITS)
     if is_last:
         if NORM:
             scale = tl.rsqrt(tl.sum(sums, axis=0) / K + eps)[:, None]
