@@ -30,6 +30,8 @@ SHAPES = [
     Shape(6, 6, 24, (), ((0, 70), (3, 1))),
     Shape(4, 2, 20, (70, 3), ((65, 66),), norm=True, num_cores=64),
     Shape(2, 2, 16, (257,), (), norm=True, num_cores=512),
+    Shape(2, 1, 16, (1300, 1, 65), (), num_cores=32),  # several tiles a split, the first loaded ahead
+    Shape(4, 2, 16, (300, 90), ()),
 ]
 
 

@@ -84,6 +84,5 @@ def test_batch_invariant_tokens_do_not_know_who_came_along() -> None:
 def test_splits_follow_the_number_of_rows() -> None:
     pools = [torch.zeros(4, 16, 8, device=DEVICE)]
     triton = TritonAttention(pools, BLOCK_SIZE, 8, 1.0, num_rows=256, num_cores=132)
-    assert triton.num_splits(1) == 16
-    assert triton.num_splits(32) == 2
-    assert triton.num_splits(256) == 1
+    rows_and_splits = {1: 16, 4: 16, 5: 8, 16: 8, 17: 4, 32: 4, 64: 2, 65: 2, 128: 1, 256: 1}
+    assert {count: triton.num_splits(count) for count in rows_and_splits} == rows_and_splits

@@ -76,7 +76,7 @@ def test_one_row_of_short_products_has_a_kernel_of_its_own() -> None:
     for columns, inner, gated, adds in roles:
         tiling = choose_tiling(1, columns, inner, gated=gated, adds=adds)
         assert tiling is not None
-        assert tiling.vector
+        assert tiling.kernel == "vector"
 
 
 @pytest.mark.parametrize("num_rows", [3, MAX_ROWS + 1])

@@ -44,43 +44,46 @@ def stage_bytes(tiling: Tiling, *, gated: bool) -> int:
     return 2 * tiling.block_k * (tiling.block_m + tiling.block_n * (2 if gated else 1))
 
 
-def tile(num_rows: int, model: str, name: str) -> Tiling | None:
+def tile(num_rows: int, model: str, name: str, *, ring: bool = False) -> Tiling | None:
     columns, inner, gated, adds = products(model)[name]
-    return choose_tiling(num_rows, columns, inner, gated=gated, adds=adds)
+    return choose_tiling(num_rows, columns, inner, gated=gated, adds=adds, ring=ring)
 
 
+@pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_tilings_cover_their_product_and_fit_the_chip(num_rows: int, model: str) -> None:
+def test_tilings_cover_their_product_and_fit_the_chip(num_rows: int, model: str, ring: bool) -> None:
     for name, (columns, inner, gated, _) in products(model).items():
-        tiling = tile(num_rows, model, name)
+        tiling = tile(num_rows, model, name, ring=ring)
         if tiling is None:
             assert num_rows > 64, name  # few rows of such a model always have one
             continue
         assert columns % tiling.block_n == 0
         assert inner % (tiling.splits * tiling.block_k) == 0
         assert not (gated and tiling.splits > 1)  # parts of a gated product are not added up
-        assert tiling.vector == (tiling.block_m == 1)
-        if not tiling.vector:
+        assert (tiling.kernel == "vector") == (tiling.block_m == 1)
+        if tiling.kernel != "vector":
             assert tiling.block_m in (16, 32, 64, 128)
             assert num_rows <= tiling.block_m or num_rows > 64
+            assert tiling.kernel == "tiles" or (ring and num_rows <= 32)
             assert 2 <= tiling.num_stages <= SHARED_MEMORY_BYTES // stage_bytes(tiling, gated=gated)
             fitting = tiling.stages_within(SMALL_BYTES, gated=gated)
             assert fitting == min(tiling.num_stages, SMALL_BYTES // stage_bytes(tiling, gated=gated)) >= 1
 
 
+@pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("model", [*MODELS, *OTHERS])
-def test_tilings_stay_within_the_workspace(model: str) -> None:
+def test_tilings_stay_within_the_workspace(model: str, ring: bool) -> None:
     skinny = pytest.importorskip("gapless.models.skinny")
     for name, (columns, inner, gated, adds) in products(model).items():
         for num_rows in range(1, MAX_ROWS + 2):
-            tiling = tile(num_rows, model, name)
+            tiling = tile(num_rows, model, name, ring=ring)
             if tiling is None:
                 continue
             num_tiles, row_tiles = columns // tiling.block_n, -(-num_rows // tiling.block_m)
             assert row_tiles * tiling.block_m <= MAX_ROWS  # padding has sums of squares too
             assert not adds or num_tiles <= skinny.SQUARES_TILES
-            if tiling.vector:
+            if tiling.kernel == "vector":
                 assert 2 * (2 if gated else 1) * tiling.block_n * inner <= VECTOR_BYTES
                 assert num_tiles <= 2 * NUM_CORES
             if tiling.splits > 1:
@@ -105,11 +108,39 @@ def test_one_row_of_a_small_model_is_in_flight_at_once() -> None:
     for name, block_n in {"qkv": 32, "out": 8, "gate_up": 16, "down": 8}.items():
         tiling = tile(1, "0.6B", name)
         assert tiling is not None
-        assert tiling.vector
+        assert tiling.kernel == "vector"
         assert tiling.block_n == block_n
     large = tile(1, "8B", "gate_up")
     assert large is not None
-    assert not large.vector
+    assert large.kernel == "tiles"
+
+
+@pytest.mark.parametrize(
+    ("model", "num_rows", "expected"),
+    [
+        ("8B", 1, {"qkv", "out", "gate_up"}),
+        ("8B", 16, {"qkv", "out", "gate_up"}),
+        ("8B", 32, {"qkv", "out"}),
+        ("8B", 33, set()),
+        ("0.6B", 1, set()),
+        ("0.6B", 16, set()),
+        ("0.6B", 32, {"qkv", "out", "gate_up"}),
+        ("0.6B", 33, set()),
+    ],
+)
+def test_which_products_have_a_ring(model: str, num_rows: int, expected: set[str]) -> None:
+    tilings = {name: tile(num_rows, model, name, ring=True) for name in products(model)}
+    assert {name for name, tiling in tilings.items() if tiling is not None and tiling.kernel == "ring"} == expected
+
+
+@pytest.mark.parametrize("model", [*MODELS, *OTHERS])
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_a_ring_takes_no_product_from_the_other_kernels(num_rows: int, model: str) -> None:
+    """Where its tiles do not divide, theirs are taken as before."""
+    for name in products(model):
+        with_ring, without = (tile(num_rows, model, name, ring=ring) for ring in (True, False))
+        assert without is None or with_ring is not None
+        assert with_ring == without or (with_ring is not None and with_ring.kernel == "ring")
 
 
 def test_products_are_split_in_eight_at_most() -> None:

@@ -18,8 +18,10 @@ from gapless.attention.triton_kernels import decode, prefill, rotate_and_store
 from gapless.kernels import early
 
 HEADS_A_PROGRAM = 8  # of the rotation kernel
-MAX_SPLITS = 16
-PROGRAMS_A_CORE = 4  # at most, when keys are split
+MANY_SPLITS, MAX_SPLITS = 8, 16
+PROGRAMS_A_CORE = 8  # at most, when keys are split; half as many where there are more than MANY_SPLITS
+PROGRAMS_AHEAD = 2  # a core at most, for them to load their first keys before they wait
+WARP_BYTES = 4096  # of queries, for each warp of a decode program
 MIN_GROUP = 16  # rows of a tile that the matrix units take
 PREFILL_BLOCK_M = 64
 
@@ -75,6 +77,7 @@ class TritonAttention:
         self._num_heads = num_heads
         self._num_kv_heads = pools[0].shape[1] // 2
         self._head_dim = pools[0].shape[2]
+        self._block_d = max(16, triton.next_power_of_2(self._head_dim))
         self.scale = scale
         self._scale = scale * 1.4426950408889634  # the kernels use powers of two
         self._num_cores = num_cores
@@ -94,10 +97,11 @@ class TritonAttention:
     def num_splits(self, num_rows: int) -> int:
         """Parts to cut each row's keys into, so that every core has work a few times over."""
         programs = num_rows * self._num_kv_heads
+        most = PROGRAMS_A_CORE * self._num_cores
         splits = 1
-        while splits < MAX_SPLITS and programs * splits * 2 <= PROGRAMS_A_CORE * self._num_cores:
+        while splits < MANY_SPLITS and programs * splits * 2 <= most:
             splits *= 2
-        return splits
+        return MAX_SPLITS if programs * MAX_SPLITS <= most // 2 else splits
 
     def begin(self, batch: AttentionBatch) -> Attend:
         return self.in_turn((*self.decodes(batch), *self.chunks(batch)))
@@ -137,14 +141,17 @@ class TritonAttention:
         splits = self.num_splits(batch.num_decodes)
         parts, stats, counters = self._scratch
         norm = rotation.norm_weight
-        block_n = 64 if 1 < splits <= 4 else 32  # measured: a few long parts, or many short ones
+        block_g = max(MIN_GROUP, triton.next_power_of_2(group))
+        ahead = batch.num_decodes * self._num_kv_heads * splits <= PROGRAMS_AHEAD * self._num_cores
+        tile_bytes = block_g * self._block_d * heads.element_size()
+        num_warps = min(max(tile_bytes // WARP_BYTES, 1), 4)
         decode[(batch.num_decodes, self._num_kv_heads, splits)](
             heads, rotation.cos_sin, heads if norm is None else norm, pool, batch.slots, batch.blocks,
             batch.decode_rows, batch.decode_lengths, out, parts, stats, counters,
             rotation.eps, self._scale, batch.blocks.stride(0),
-            NUM_KV=self._num_kv_heads, GROUP=group, BLOCK_G=max(MIN_GROUP, triton.next_power_of_2(group)),
-            GROUP_2=triton.next_power_of_2(group), BLOCK_SIZE=self._block_size, BLOCK_N=block_n,
-            NUM_SPLITS=splits, HAS_NORM=norm is not None, num_warps=2, num_stages=3 if block_n == 64 else 2,
+            NUM_KV=self._num_kv_heads, GROUP=group, BLOCK_G=block_g, GROUP_2=triton.next_power_of_2(group),
+            BLOCK_SIZE=self._block_size, BLOCK_N=64 if ahead else 32, NUM_SPLITS=splits, AHEAD=ahead,
+            HAS_NORM=norm is not None, num_warps=2 * num_warps if ahead else num_warps, num_stages=2,
             **self._shape(), **early(),
         )  # fmt: skip
         return out
@@ -189,6 +196,6 @@ class TritonAttention:
     def _shape(self) -> dict[str, Any]:
         return {
             "HEAD_DIM": self._head_dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(self._head_dim)),
+            "BLOCK_D": self._block_d,
             "PRECISION": self._precision,
         }

@@ -12,6 +12,8 @@ import triton.language as tl
 
 from gapless.kernels import in_turn
 
+SHARE = tl.constexpr(16)  # a split's keys are a multiple of this; whole tiles would leave the last split with few
+
 
 @triton.jit
 def _rotated(
@@ -39,18 +41,33 @@ def _store_new(
     heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the key of a row's new token, and put key and value of one head into the pool."""
+    """Rotate the key of a row's new token, and put key and value of one head into the pool; both, [1, len(dim)]."""
     total: tl.constexpr = NUM_KV * (GROUP + 2)
     in_head = (dim < HEAD_DIM)[None, :]
     one = tl.arange(0, 1)
     new = one[:, None] * HEAD_DIM + dim[None, :]
     key = NUM_KV * GROUP + kv_head + one
     k_new = _rotated(heads, norm, cos_sin, i, key, dim, in_head, eps, total, HEAD_DIM, HAS_NORM)
-    v_new = tl.load(heads + (i * total + NUM_KV * (GROUP + 1) + kv_head) * HEAD_DIM + new, mask=in_head)
+    k_new = k_new.to(pool.dtype.element_ty)
+    v_new = tl.load(heads + (i * total + NUM_KV * (GROUP + 1) + kv_head) * HEAD_DIM + new, mask=in_head, other=0.0)
     at = pool + (tl.load(slots + i) * 2 * NUM_KV + kv_head) * HEAD_DIM + new
-    tl.store(at, k_new.to(pool.dtype.element_ty), mask=in_head)
+    tl.store(at, k_new, mask=in_head)
     tl.store(at + NUM_KV * HEAD_DIM, v_new.to(pool.dtype.element_ty), mask=in_head)
-    tl.debug_barrier()  # written by some threads, read by others
+    return k_new.to(tl.float32), v_new.to(tl.float32)
+
+
+@triton.jit
+def _keys_and_values(
+    pool, table, start, end, kv_head, dim,
+    NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A tile of one head's keys and values [BLOCK_N, len(dim)] from a row's place `start` on; zero from `end` on."""
+    place = start + tl.arange(0, BLOCK_N)
+    seen = place < end
+    slot = tl.load(table + place // BLOCK_SIZE, mask=seen, other=0) * BLOCK_SIZE + place % BLOCK_SIZE
+    at = pool + (slot[:, None] * 2 * NUM_KV + kv_head) * HEAD_DIM + dim[None, :]
+    mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
+    return tl.load(at, mask=mask, other=0.0), tl.load(at + NUM_KV * HEAD_DIM, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -92,52 +109,73 @@ def decode(
     heads, cos_sin, norm, pool, slots, blocks, rows, lengths, out, parts, stats, counters, eps, scale, table_stride,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, GROUP_2: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """All query heads of one KV head of one row, over one part of the row's keys.
 
     Rotates the new token's queries itself; the part that holds the new token's position also rotates and stores its key
-    and value, before it reads them back with all others.
+    and value, and takes them in last. AHEAD: loads its first keys and values before it waits for the kernel before.
     """
     i = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(lengths + i)  # known since the step began
     table = blocks + tl.load(rows + i) * table_stride
-    share = tl.cdiv(tl.cdiv(length, NUM_SPLITS), BLOCK_N) * BLOCK_N
+    share = tl.cdiv(tl.cdiv(length, NUM_SPLITS), SHARE) * SHARE
     num_parts = tl.cdiv(length, share)  # short rows leave some splits without work
     begin = split * share
     end = tl.minimum(begin + share, length)
+    dim = tl.arange(0, BLOCK_D)
+    if AHEAD:  # all but the new token's were written in earlier steps
+        end_of_known = tl.minimum(end, length - 1)
+        k_first, v_first = _keys_and_values(
+            pool, table, begin, end_of_known, kv_head, dim, NUM_KV, HEAD_DIM, BLOCK_SIZE, BLOCK_N
+        )
+    else:
+        end_of_known = end
     in_turn(EARLY)
     if split < num_parts:
         total_heads: tl.constexpr = NUM_KV * (GROUP + 2)
         group = tl.arange(0, BLOCK_G)
-        dim = tl.arange(0, BLOCK_D)
         step = tl.arange(0, BLOCK_N)
-        in_head = dim < HEAD_DIM
         head = kv_head * GROUP + group
-        head_mask = (group < GROUP)[:, None] & in_head[None, :]
+        head_mask = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
         turned = _rotated(heads, norm, cos_sin, i, head, dim, head_mask, eps, total_heads, HEAD_DIM, HAS_NORM)
         query = turned.to(heads.dtype.element_ty)
-        if end == length:
+        if not AHEAD and end == length:
             _store_new(
                 heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps, NUM_KV, GROUP, HEAD_DIM, HAS_NORM,
             )  # fmt: skip
+            tl.debug_barrier()  # written by some threads, read by others
 
         top = tl.full([BLOCK_G], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        for start in range(begin, end, BLOCK_N):
-            place = start + step
-            seen = place < end
-            slot = tl.load(table + place // BLOCK_SIZE, mask=seen, other=0) * BLOCK_SIZE + place % BLOCK_SIZE
-            base = pool + (slot[:, None] * 2 * NUM_KV + kv_head) * HEAD_DIM + dim[None, :]
-            kv_mask = seen[:, None] & in_head[None, :]
-            k = tl.load(base, mask=kv_mask, other=0.0)
-            v = tl.load(base + NUM_KV * HEAD_DIM, mask=kv_mask, other=0.0)
+        if AHEAD:
+            if begin < end_of_known:
+                scores = tl.dot(query, tl.trans(k_first), input_precision=PRECISION) * scale
+                scores = tl.where((begin + step < end_of_known)[None, :], scores, -float("inf"))
+                top, total, acc = _take_in(scores, v_first, top, total, acc, PRECISION)
+            begin += BLOCK_N
+        for start in range(begin, end_of_known, BLOCK_N):
+            k, v = _keys_and_values(
+                pool, table, start, end_of_known, kv_head, dim, NUM_KV, HEAD_DIM, BLOCK_SIZE, BLOCK_N
+            )
             scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
-            scores = tl.where(seen[None, :], scores, -float("inf"))
+            scores = tl.where((start + step < end_of_known)[None, :], scores, -float("inf"))
             top, total, acc = _take_in(scores, v, top, total, acc, PRECISION)
+        if AHEAD and end == length:
+            k_new, v_new = _store_new(
+                heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps, NUM_KV, GROUP, HEAD_DIM, HAS_NORM,
+            )  # fmt: skip
+            score = tl.sum(query.to(tl.float32) * k_new, axis=1) * scale
+            new_top = tl.maximum(top, score)
+            fade = tl.exp2(top - new_top)
+            weight = tl.exp2(score - new_top)
+            top = new_top
+            total = total * fade + weight
+            acc = acc * fade[:, None] + weight[:, None] * v_new
         out_at = out + (i * NUM_KV * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
         if num_parts == 1:
             tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=head_mask)

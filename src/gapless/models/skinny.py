@@ -1,4 +1,4 @@
-"""Matrix products of few rows with everything around them fused in, each as one Triton kernel, for NVIDIA GPUs.
+"""Matrix products of few rows with everything around them fused in, each as one kernel, for NVIDIA GPUs.
 
 A decode step is bound by the bytes of its weights and by the number of its kernels. So a product here takes along the
 norm before it (as a factor for each row, from sums of squares that the kernel before left behind), or SiLU and the
@@ -7,12 +7,14 @@ gate after it, or the residual it is added to.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 
 from gapless.kernels import early, shared_memory_bytes
 from gapless.models import skinny_kernels as kernels
-from gapless.models.tilings import MAX_ROWS, Tiling
+from gapless.models.tilings import MAX_ROWS, Tiling, choose_tiling
 
 SQUARES_TILES = 512  # column tiles of a residual at most
 PARTS = 2**21  # numbers that the parts of a split product have at most
@@ -37,6 +39,23 @@ def embed(ids: torch.Tensor, table: torch.Tensor, workspace: Workspace) -> torch
     block = triton.next_power_of_2(size)
     kernels.embedding[(len(ids),)](ids, table, out, workspace.squares, SIZE=size, BLOCK=block, num_warps=4, **early())
     return out
+
+
+@cache
+def has_ring() -> bool:
+    """Whether the kernel in Gluon runs here: on Hopper, with a Triton whose Gluon it knows."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    try:
+        from gapless.models import ring_kernels  # noqa: F401
+    except (ImportError, AttributeError):  # Gluon is experimental: its names come and go
+        return False
+    return True
+
+
+def tiling_for(num_rows: int, columns: int, inner: int, *, gated: bool = False, adds: bool = False) -> Tiling | None:
+    """How this GPU is to take a product; None: cuBLAS is to take it."""
+    return choose_tiling(num_rows, columns, inner, gated=gated, adds=adds, ring=has_ring())
 
 
 def product(
@@ -64,23 +83,33 @@ def product(
     num_tiles, row_tiles = columns // tiling.block_n, triton.cdiv(num_rows, tiling.block_m)
     assert add_to is None or num_tiles <= SQUARES_TILES
     squares = workspace.squares
-    common = {
+    shape = {
         "N": columns, "K": inner, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k,
         "NORM": num_squares > 0, "GATED": gated, "ADD": add_to is not None,
         "MAX_SQUARES": triton.next_power_of_2(max(num_squares, 1)), "SQUARES_STRIDE": MAX_ROWS,
-        "num_warps": tiling.num_warps, **early(),
+        "num_warps": tiling.num_warps,
     }  # fmt: skip
-    if tiling.vector:
-        kernels.vector_product[(num_tiles,)](x, weight, out, squares, squares, num_squares, eps, **common)
+    if tiling.kernel == "vector":
+        kernels.vector_product[(num_tiles,)](x, weight, out, squares, squares, num_squares, eps, **shape, **early())
         return out
     if tiling.splits > 1:
         assert not gated  # parts of `up` are not added up
         assert num_tiles * row_tiles <= COUNTERS
         assert tiling.splits * columns * row_tiles * tiling.block_m <= PARTS
+    shape |= {"BLOCK_M": tiling.block_m, "SPLITS": tiling.splits, "LET_IN": tiling.lets_in}
+    scratch = (workspace.parts, workspace.counters, squares, squares, num_rows, num_squares, eps)
+    if tiling.kernel == "ring":
+        from gapless.models import ring_kernels
+
+        assert row_tiles == 1
+        ring_kernels.ring_product[(num_tiles, tiling.splits)](
+            x, ring_kernels.in_tiles(weight, tiling.block_n, tiling.block_k), out, *scratch,
+            NUM_STAGES=tiling.num_stages, **shape, launch_pdl=True,
+        )  # fmt: skip
+        return out
     kernels.product[(num_tiles, tiling.splits, row_tiles)](
-        x, weight, out, workspace.parts, workspace.counters, squares, squares, num_rows, num_squares, eps,
-        BLOCK_M=tiling.block_m, SPLITS=tiling.splits, ASK_BYTES=tiling.ask_bytes, ASKS=ASKS, LET_IN=tiling.lets_in,
-        num_stages=_num_stages(tiling, gated=gated), **common,
+        x, weight, out, *scratch, ASK_BYTES=tiling.ask_bytes, ASKS=ASKS,
+        num_stages=_num_stages(tiling, gated=gated), **shape, **early(),
     )  # fmt: skip
     return out
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from gapless.models.fused import rms_norm, silu_mul
 from gapless.models.layers import Gate, Hidden, Norm
-from gapless.models.skinny import Workspace, embed, product
-from gapless.models.tilings import MAX_ROWS, choose_tiling
+from gapless.models.skinny import Workspace, embed, product, tiling_for
+from gapless.models.tilings import MAX_ROWS
 
 
 class Product(Protocol):
@@ -70,7 +70,7 @@ class SkinnyLayers:
 
     def linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         def apply(x: Tensor) -> Tensor:
-            tiling = choose_tiling(len(x), *weight.shape) if self._fused else None
+            tiling = tiling_for(len(x), *weight.shape) if self._fused else None
             if tiling is None:
                 return self._plain(x, weight, dtype=torch.float32)
             return product(x, weight, self._workspace, tiling, dtype=torch.float32)
@@ -97,7 +97,7 @@ class SkinnyNormed:
         gated: bool = False,
     ) -> None:
         columns, inner = len(weight) // 2 if gated else len(weight), weight.shape[1]
-        self._folds = fused and bias is None and choose_tiling(2, columns, inner, gated=gated) is not None
+        self._folds = fused and bias is None and tiling_for(2, columns, inner, gated=gated) is not None
         self._norm = norm
         if self._folds:
             weight = (weight.float() * norm.weight.float()).to(weight.dtype)
@@ -111,7 +111,7 @@ class SkinnyNormed:
     def __call__(self, hidden: Hidden) -> Tensor:
         x = hidden.values
         fits = self._folds and hidden.num_squares > 0
-        tiling = choose_tiling(len(x), self._columns, x.shape[1], gated=self._gated) if fits else None
+        tiling = tiling_for(len(x), self._columns, x.shape[1], gated=self._gated) if fits else None
         if tiling is not None:
             return product(
                 x,
@@ -139,7 +139,7 @@ class SkinnyAdded:
 
     def __call__(self, x: Tensor, hidden: Hidden) -> Hidden:
         fits = self._fused and self._bias is None
-        tiling = choose_tiling(len(x), *self._weight.shape, adds=True) if fits else None
+        tiling = tiling_for(len(x), *self._weight.shape, adds=True) if fits else None
         if tiling is None:
             return Hidden(hidden.values, addend=self._plain(x, self._weight, self._bias))
         product(x, self._weight, self._workspace, tiling, add_to=hidden.values)

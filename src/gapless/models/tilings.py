@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 MAX_ROWS = 256  # more are cuBLAS's
 NUM_CORES = 132
@@ -30,28 +31,33 @@ class Tiling:
     num_warps: int = 4
     num_stages: int = 4
     ask_bytes: int = 0  # of its weights, that a program asks for before it waits
-    lets_in: bool = False  # the next kernel at once, not only when the weights are read
-    vector: bool = False  # one row, by the kernel for it
+    lets_in: bool = False  # the next kernel at once (a ring: when all weights are asked for), not when they are read
+    kernel: Literal["tiles", "vector", "ring"] = "tiles"
 
     def stages_within(self, shared_bytes: int, *, gated: bool) -> int:
         """As many stages as it wants and as fit: each has a tile of rows, and one or two of weights."""
         stage_bytes = 2 * self.block_k * (self.block_m + self.block_n * (2 if gated else 1))
         return max(1, min(self.num_stages, shared_bytes // stage_bytes))
 
+    def divides(self, columns: int, inner: int) -> bool:
+        return columns % self.block_n == 0 and inner % (self.splits * self.block_k) == 0
+
 
 @lru_cache(maxsize=4096)  # a step without a graph asks for every product of every layer
-def choose_tiling(num_rows: int, columns: int, inner: int, *, gated: bool = False, adds: bool = False) -> Tiling | None:
+def choose_tiling(
+    num_rows: int, columns: int, inner: int, *, gated: bool = False, adds: bool = False, ring: bool = False
+) -> Tiling | None:
     """How to cut a product of rows with a weight [columns, inner] (gated: two of them); None: cuBLAS is to take it.
 
-    adds: the result is added to a residual.
+    adds: the result is added to a residual. ring: the kernel with a ring of weights can run.
     """
     tiling = _one_row(columns, inner, gated=gated) if num_rows == 1 else None
+    if tiling is None and ring and num_rows <= 32:
+        tiling = _in_ring(num_rows, columns, inner, gated=gated, adds=adds)
     if tiling is None:
         choose = _few_rows if num_rows <= 64 else _many_rows
         tiling = choose(num_rows, columns, inner, gated=gated, adds=adds)
-    if tiling is None or columns % tiling.block_n or inner % (tiling.splits * tiling.block_k):
-        return None
-    return tiling
+    return tiling if tiling is not None and tiling.divides(columns, inner) else None
 
 
 def _one_row(columns: int, inner: int, *, gated: bool) -> Tiling | None:
@@ -63,8 +69,45 @@ def _one_row(columns: int, inner: int, *, gated: bool) -> Tiling | None:
         fits = num_programs <= 2 * NUM_CORES and 2 * num_weights * block_n * inner <= VECTOR_BYTES
         divides = columns % block_n == 0 and inner % block_k == 0
         if fits and divides and (num_programs >= NUM_CORES - 4 or block_n == 8):
-            return Tiling(1, block_n, block_k, num_warps=8, vector=True)
+            return Tiling(1, block_n, block_k, num_warps=8, kernel="vector")
     return None
+
+
+def _in_ring(num_rows: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling | None:
+    """Where weights under way before the wait are worth more than what their ring takes from other kernels."""
+    choose = _in_ring_large if inner >= LONG else _in_ring_small
+    tiling = choose(16 if num_rows <= 16 else 32, columns, inner, gated=gated, adds=adds)
+    if tiling is None or not tiling.divides(columns, inner):
+        return None
+    return replace(tiling, kernel="ring")
+
+
+def _in_ring_large(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling | None:
+    """Of a large model: QKV and out, and gate and up of very few rows; its head and down have no gain by it."""
+    few = block_m == 16
+    if columns > HEAD_COLUMNS or inner > columns:
+        return None
+    if gated:
+        return Tiling(block_m, 64, 256, num_stages=2) if few else None
+    if adds:
+        tiling = Tiling(block_m, 64, 128, num_stages=6 if few else 4)
+        return _split(tiling, columns, inner, num_programs=128 if few else 256)
+    block_k, num_stages = (128, 6) if few else (256, 3)
+    return Tiling(block_m, 64, block_k, num_stages=num_stages, lets_in=True)
+
+
+def _in_ring_small(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling | None:
+    """Of a small model, above 16 rows: all but down, where every program has a core to itself."""
+    if block_m == 16 or columns > 32 * NUM_CORES:
+        return None
+    if gated:
+        tiling = Tiling(block_m, 32, 256)
+        return replace(tiling, num_stages=tiling.stages_within(SHARED_MEMORY_BYTES, gated=True))
+    if not adds:
+        return Tiling(block_m, 32, 128, lets_in=True)
+    if columns * inner >= SHORT_NUMBERS:
+        return None
+    return _split(Tiling(block_m, 32, 256, num_stages=2), columns, inner, num_programs=128)
 
 
 def _few_rows(num_rows: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling:

@@ -1,0 +1,160 @@
+"""A product of few rows in Gluon, for GPUs with a copy engine for tiles (Hopper).
+
+The copy engine brings tiles of weights into a ring in shared memory, from before the kernel's turn comes: while the
+kernel before still computes the rows, their weights are under way. Triton's own pipelines begin after the wait.
+Gluon is Triton's language for layouts and copies by hand; it has no interpreter, and some names changed since 3.6.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_sync = getattr(gl, "barrier", None) or gl.thread_barrier
+_copy_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+STEP = gl.constexpr(64)  # of the inner dimension, that the matrix units take at a time
+
+
+def in_tiles(weight: torch.Tensor, block_n: int, block_k: int) -> TensorDescriptor:
+    """A weight as the copy engine takes it."""
+    layout = gl.NVMMASharedLayout.get_default_for([block_n, block_k], DTYPES[weight.dtype])
+    return TensorDescriptor.from_tensor(weight, [block_n, block_k], layout)
+
+
+@gluon.jit
+def _fetch(
+    weight, tiles, filled, stage, column, inner, wanted,
+    N: gl.constexpr, GATED: gl.constexpr, STAGE_BYTES: gl.constexpr,
+):  # fmt: skip
+    """Have a stage of the ring filled: a tile of weights, or one of gate and one of up."""
+    bar = filled.index(stage)
+    mbarrier.expect(bar, STAGE_BYTES, pred=wanted)
+    if GATED:
+        _copy_tile(weight, [column, inner], bar, tiles.index(2 * stage), pred=wanted)
+        _copy_tile(weight, [N + column, inner], bar, tiles.index(2 * stage + 1), pred=wanted)
+    else:
+        _copy_tile(weight, [column, inner], bar, tiles.index(stage), pred=wanted)
+
+
+@gluon.jit(do_not_specialize_on_alignment=["num_rows"])  # as `product`
+def ring_product(
+    x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps,
+    N: gl.constexpr, K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr, SPLITS: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
+    MAX_SQUARES: gl.constexpr, SQUARES_STRIDE: gl.constexpr, LET_IN: gl.constexpr,
+):  # fmt: skip
+    """One tile of columns and all rows, over one part of the inner dimension, as skinny_kernels' `product`.
+
+    weight: a descriptor of [N, K] in tiles [BLOCK_N, BLOCK_K].
+    LET_IN: the next kernel may come in when all weights are asked for, not only when they are read.
+    """
+    num_warps: gl.constexpr = gl.num_warps()
+    row_warps: gl.constexpr = 1 if BLOCK_M == 16 else 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [row_warps, num_warps // row_warps], [16, 8])
+    rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    rows_shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    sums_layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
+    part_size: gl.constexpr = K // SPLITS
+    num_chunks: gl.constexpr = part_size // BLOCK_K
+    num_tiles: gl.constexpr = 2 if GATED else 1  # a stage
+    stage_bytes: gl.constexpr = num_tiles * BLOCK_N * BLOCK_K * (weight.dtype.primitive_bitwidth // 8)
+    tile = gl.program_id(0)
+    split = gl.program_id(1)
+    first_column = tile * BLOCK_N
+    begin = split * part_size
+
+    tiles = gl.allocate_shared_memory(weight.dtype, [NUM_STAGES * num_tiles, BLOCK_N, BLOCK_K], weight.layout)
+    rows = gl.allocate_shared_memory(x.dtype.element_ty, [NUM_STAGES, BLOCK_M, BLOCK_K], rows_shared)
+    filled = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM_STAGES):
+        mbarrier.init(filled.index(i), count=1)
+    _sync()
+    for i in gl.static_range(NUM_STAGES):
+        if i < num_chunks:
+            _fetch(weight, tiles, filled, i, first_column, begin + i * BLOCK_K, True, N, GATED, stage_bytes)
+    gdc_wait()  # all that came before is written from here on
+
+    x_row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, rows_layout))
+    x_inner = begin + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, rows_layout))
+    x_mask = (x_row < num_rows)[:, None]
+    x_at = x + (x_row * K)[:, None] + x_inner[None, :]
+    for i in gl.static_range(NUM_STAGES):
+        if i < num_chunks:
+            _copy_rows(rows.index(i), x_at + i * BLOCK_K, mask=x_mask)
+        async_copy.commit_group()
+    row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, mma))
+    column = first_column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, mma))
+    mask = (row < num_rows)[:, None]
+    at = (row * N)[:, None] + column[None, :]
+    if NORM:  # what the end needs is asked for before the loop
+        index = gl.arange(0, MAX_SQUARES, layout=gl.SliceLayout(1, sums_layout))
+        sums_row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, sums_layout))
+        sums_at = squares_in + (index * SQUARES_STRIDE)[:, None] + sums_row[None, :]
+        sums = gl.load(sums_at, mask=(index < num_squares)[:, None], other=0.0)
+    if ADD:
+        residual = gl.load(out + at, mask=mask, other=0.0)
+
+    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=mma)
+    acc_up = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=mma)
+    for chunk in range(num_chunks):
+        stage = chunk % NUM_STAGES
+        async_copy.wait_group(NUM_STAGES - 1)
+        mbarrier.wait(filled.index(stage), (chunk // NUM_STAGES) & 1)
+        _sync()  # rows that other threads copied are there as well
+        for start in gl.static_range(0, BLOCK_K, STEP):
+            a = rows.index(stage).slice(start, STEP, dim=1).load(gl.DotOperandLayout(0, mma, 2))
+            some = tiles.index(num_tiles * stage).slice(start, STEP, dim=1).permute([1, 0])
+            acc = mma_v2(a, some.load(gl.DotOperandLayout(1, mma, 2)), acc)
+            if GATED:
+                some = tiles.index(num_tiles * stage + 1).slice(start, STEP, dim=1).permute([1, 0])
+                acc_up = mma_v2(a, some.load(gl.DotOperandLayout(1, mma, 2)), acc_up)
+        if LET_IN:  # noqa: SIM102 (decided when compiled)
+            if chunk == max(num_chunks - NUM_STAGES, 0):
+                gdc_launch_dependents()
+        if num_chunks > NUM_STAGES:
+            ahead = chunk + NUM_STAGES
+            wanted = ahead < num_chunks
+            _sync()  # all threads have read the stage
+            _fetch(weight, tiles, filled, stage, first_column, begin + ahead * BLOCK_K, wanted, N, GATED, stage_bytes)
+            _copy_rows(rows.index(stage), x_at + ahead * BLOCK_K, mask=x_mask & wanted)
+        async_copy.commit_group()
+    if not LET_IN:
+        gdc_launch_dependents()
+
+    is_last = True
+    if SPLITS > 1:  # leave this part for the last one to finish, which adds up all parts
+        cells = BLOCK_M * BLOCK_N
+        cell = (row * BLOCK_N)[:, None] + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, mma))[None, :]
+        part_at = parts + tile * cells + cell
+        gl.store(part_at + split * gl.num_programs(0) * cells, acc)
+        _sync()  # every thread's part is written before the count says so
+        is_last = gl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        if is_last:
+            gl.store(counters + tile, 0)  # ready for the next product
+            acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=mma)
+            for other in gl.static_range(SPLITS):
+                acc += gl.load(part_at + other * gl.num_programs(0) * cells, cache_modifier=".cg")
+    if is_last:
+        if NORM:
+            total = gl.convert_layout(gl.sum(sums, axis=0), gl.SliceLayout(1, mma))
+            scale = gl.rsqrt(total / K + eps)[:, None]
+            acc = acc * scale
+            acc_up = acc_up * scale
+        if GATED:
+            acc = acc / (1.0 + gl.exp(-acc)) * acc_up
+        if ADD:
+            acc += residual.to(gl.float32)
+        value = acc.to(out.dtype.element_ty)
+        gl.store(out + at, value, mask=mask)
+        if ADD:
+            kept = value.to(gl.float32)
+            squares = gl.sum(gl.where(mask, kept * kept, 0.0), axis=1)
+            gl.store(squares_out + tile * SQUARES_STRIDE + row, squares)
