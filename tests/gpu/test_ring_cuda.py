@@ -26,7 +26,7 @@ PRODUCTS = {  # columns, inner size, gated, adds
 EPS = 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_equals_torch(name: str, dtype: torch.dtype) -> None:
     from gapless.models.skinny import Workspace, has_ring, product, tiling_for
