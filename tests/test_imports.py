@@ -14,7 +14,7 @@ import gapless
 
 ROOT = Path(gapless.__file__).parent
 PACKAGE = "gapless"
-LEAVES = ("errors", "config", "progress")
+LEAVES = ("errors", "config", "garbage", "progress")
 VALUES = ("core.params", "core.outcome", "core.request")
 TOP_LEVEL = ("client", "llm", "async_llm", "report", "batch_file", "commands", "cli")
 BENCH = ("bench",)
@@ -24,6 +24,7 @@ PROOF = ("proof",)
 LAW: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": ("errors",),
+    "garbage": (),
     "progress": (),
     "core": ("errors",),
     "device": ("errors",),
@@ -56,7 +57,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "__init__": ("async_llm", "client", "core.params", "errors", "llm"),
 }
 FREE = BENCH + PROOF  # take the engine apart, to measure it and to check it
-NO_TORCH = ("errors", "config", "progress", "core", "native", "text", "trace")
+NO_TORCH = ("errors", "config", "garbage", "progress", "core", "native", "text", "trace")
 MAY_SAY_CUDA = (
     "device/cuda.py",
     "runner/graphs.py",

@@ -14,12 +14,19 @@ import torch
 import triton
 import triton.language as tl
 
+HOPPER = 9
+
+
+@cache
+def generation() -> int:
+    """The GPU's, as NVIDIA counts them; 0: there is none."""
+    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+
 
 @cache
 def early() -> dict[str, Any]:
     """Launch arguments of a kernel that has the two calls: on where the GPU knows them (Hopper and later)."""
-    known = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-    return {"EARLY": True, "launch_pdl": True} if known else {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True} if generation() >= HOPPER else {"EARLY": False}
 
 
 @cache

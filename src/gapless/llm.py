@@ -16,6 +16,7 @@ from gapless.client import Client, Completion, Delta, Job, Message, Prompt, chec
 from gapless.core.outcome import Finished, Progress
 from gapless.core.params import SamplingParams
 from gapless.errors import InvalidRequest
+from gapless.garbage import left_out
 from gapless.pipeline.engine import Engine, Stats
 from gapless.progress import progress_bar
 from gapless.text.tokenizer import Tokenizer
@@ -91,22 +92,23 @@ class LLM:
         running: dict[str, tuple[int, Job]] = {}
         source = iter(jobs)
         ahead = QUEUED_AHEAD * self.engine.resolved.limits.num_rows
-        try:
-            while True:
-                while len(running) < ahead and (found := next(source, None)) is not None:
-                    running[found[1].request.id] = found
-                    self.engine.submit(found[1].request, news.put)
-                if not running:
-                    return
-                item = news.get()
-                number, job = running[item.request.id]
-                completion = job.take(item).completion
-                if completion is not None:
-                    del running[item.request.id]
-                    yield number, completion
-        finally:
-            for request_id in running:
-                self.engine.abort(request_id)
+        with left_out():
+            try:
+                while True:
+                    while len(running) < ahead and (found := next(source, None)) is not None:
+                        running[found[1].request.id] = found
+                        self.engine.submit(found[1].request, news.put)
+                    if not running:
+                        return
+                    item = news.get()
+                    number, job = running[item.request.id]
+                    completion = job.take(item).completion
+                    if completion is not None:
+                        del running[item.request.id]
+                        yield number, completion
+            finally:
+                for request_id in running:
+                    self.engine.abort(request_id)
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Job:
         """A job for `run`. Raises InvalidRequest."""

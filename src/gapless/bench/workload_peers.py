@@ -18,6 +18,16 @@ PEER = "transformers generate_batch"
 
 
 @dataclass(frozen=True, slots=True)
+class Task:
+    """A job for a peer, and how long it may take."""
+
+    warm_up: list[list[int]]
+    prompts: list[list[int]]
+    max_tokens: int
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Timed:
     """What a peer took for a job."""
 
@@ -25,16 +35,15 @@ class Timed:
     num_tokens: int
     start_s: float
     peak_gib: float
+    attention: str  # its name for it
 
 
 def is_installed() -> bool:
     return find_spec("transformers") is not None
 
 
-def time_generate_batch(
-    path: Path, jobs: Sequence[tuple[list[list[int]], list[list[int]], int]]
-) -> Iterator[Timed | Exception]:
-    """For each job (prompts to warm up with, prompts, new tokens of each), the time, or what went wrong."""
+def time_generate_batch(path: Path, tasks: Sequence[Task]) -> Iterator[Timed | Exception]:
+    """The time that each task took, or what went wrong."""
     import torch
 
     from gapless.device import cuda
@@ -47,9 +56,10 @@ def time_generate_batch(
     model.generation_config = transformers.GenerationConfig()
     cuda.release_memory()
     start_s = time.perf_counter() - began
-    for warm_up, prompts, max_tokens in jobs:
+    for task in tasks:
         try:
-            yield Timed(*_time(model, warm_up, prompts, max_tokens), start_s, cuda.most_memory() / 2**30)
+            seconds, num_tokens, attention = _time(model, task)
+            yield Timed(seconds, num_tokens, start_s, cuda.most_memory() / 2**30, attention)
         except Exception as error:  # whatever a peer raises is its result
             yield error
     del model
@@ -57,29 +67,32 @@ def time_generate_batch(
     cuda.release_memory()
 
 
-def _time(model: Any, warm_up: list[list[int]], prompts: list[list[int]], max_tokens: int) -> tuple[float, int]:
-    """Seconds and tokens, its graphs captured before."""
+def _time(model: Any, task: Task) -> tuple[float, int, str]:
+    """Seconds, tokens, and which attention it chose; its graphs are captured before."""
     transformers: Any = import_module("transformers")
     generation: Any = import_module("transformers.generation")
     hints: Any = import_module("transformers.generation.continuous_batching.utils").WorkloadHints
     manager_of = model.continuous_batching_context_manager(
         generation_config=transformers.GenerationConfig(
-            max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+            max_new_tokens=task.max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
         continuous_batching_config=generation.ContinuousBatchingConfig(allow_block_sharing=False),
         workload_hints=hints(
-            max_prompt_length=max(map(len, prompts)), max_generated_length=max_tokens, num_requests=len(prompts)
+            max_prompt_length=max(map(len, task.prompts)),
+            max_generated_length=task.max_tokens,
+            num_requests=len(task.prompts),
         ),
     )
     with manager_of as manager:
-        _drain(manager, warm_up, 16)
+        _drain(manager, task.warm_up, 16, task.limit_s)
         began = time.perf_counter()
-        num_tokens = _drain(manager, prompts, max_tokens)
-        return time.perf_counter() - began, num_tokens
+        num_tokens = _drain(manager, task.prompts, task.max_tokens, task.limit_s)
+        return time.perf_counter() - began, num_tokens, str(model.config._attn_implementation)
 
 
-def _drain(manager: Any, prompts: list[list[int]], max_tokens: int) -> int:
+def _drain(manager: Any, prompts: list[list[int]], max_tokens: int, limit_s: float) -> int:
     """Hand in the prompts and wait for all; tokens that came back."""
+    deadline = time.perf_counter() + limit_s
     manager.add_requests(inputs=prompts, max_new_tokens=max_tokens)
     found: list[int] = []
     while len(found) < len(prompts):
@@ -90,4 +103,9 @@ def _drain(manager: Any, prompts: list[list[int]], max_tokens: int) -> int:
             found.append(len(result.generated_tokens))
         elif result is None and not manager.is_running():
             raise RuntimeError("the generation thread ended")
+        if len(found) < len(prompts) and time.perf_counter() > deadline:
+            manager.stop(hard_stop=True)
+            raise TimeoutError(
+                f"stopped after {limit_s:g} s; {len(found)} of {len(prompts)} requests of {max_tokens} tokens were done"
+            )
     return sum(found)

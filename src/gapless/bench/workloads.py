@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 from gapless.bench.chart import Bar, Group
 from gapless.bench.kernels import KernelTable, profile_decode
 from gapless.bench.workload_jobs import SHAPES, WORKLOADS, Workload, run_bytes
-from gapless.bench.workload_peers import PEER, is_installed, time_generate_batch
+from gapless.bench.workload_peers import PEER, Task, is_installed, time_generate_batch
 from gapless.errors import ConfigError
 from gapless.progress import progress_bar
 
 if TYPE_CHECKING:
     from gapless.trace.files import TraceFiles
     from gapless.trace.timeline import Timeline
+
+PATIENCE, PATIENCE_S = 30, 120  # a peer may take so many times as long as we did, and at least so many seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +73,28 @@ def measure(
         path.mkdir(exist_ok=True)
         (path / "config.json").write_text(json.dumps(SHAPES[shape]))
         chosen = [name for name in names if WORKLOADS[name].shape == shape]
+        ours: dict[str, float] = {}  # seconds
         for depth in depths:
-            yield from _measure_shape(path, chosen, depth, rate, timelines, kernels=kernels)
+            for row in _measure_shape(path, chosen, depth, rate, timelines, kernels=kernels):
+                ours[row.workload] = row.seconds
+                yield row
         if peers:
-            yield from _measure_peer(path, chosen, rate)
+            yield from _measure_peer(path, ours, rate)
 
 
-def _measure_peer(path: Path, names: Sequence[str], rate: float) -> Iterator[Row | str]:
-    """Jobs of one length only: it takes one number of new tokens for all."""
-    chosen = [name for name in names if not WORKLOADS[name].mixed]
-    jobs = [(WORKLOADS[n].prompts(seed=1), WORKLOADS[n].prompts(), WORKLOADS[n].max_tokens) for n in chosen]
-    for name, (_, prompts, count), timed in zip(chosen, jobs, time_generate_batch(path, jobs), strict=True):
+def _measure_peer(path: Path, ours: dict[str, float], rate: float) -> Iterator[Row | str]:
+    """Jobs of one length only: it takes one number of new tokens for all. It may take some times as long as we did."""
+    chosen = [name for name in ours if not WORKLOADS[name].mixed]
+    tasks = [
+        Task(work.prompts(seed=1), work.prompts(), work.max_tokens, max(PATIENCE_S, PATIENCE * ours[name]))
+        for name, work in ((name, WORKLOADS[name]) for name in chosen)
+    ]
+    for name, task, timed in zip(chosen, tasks, time_generate_batch(path, tasks), strict=True):
         if isinstance(timed, Exception):
             yield f"{PEER}, {name}: failed: {type(timed).__name__}: {timed}"
             continue
-        limit_s = run_bytes(WORKLOADS[name], prompts, count) / rate
+        count = task.max_tokens
+        limit_s = run_bytes(WORKLOADS[name], task.prompts, count) / rate
         yield Row(
             workload=name,
             engine=PEER,
@@ -96,6 +105,7 @@ def _measure_peer(path: Path, names: Sequence[str], rate: float) -> Iterator[Row
             limit_share=limit_s / timed.seconds,
             start_s=timed.start_s,
             peak_gib=timed.peak_gib,
+            attention=f"attention of {PEER}: {timed.attention}",
         )
 
 
@@ -141,7 +151,7 @@ def _time(llm: Any, name: str, depth: int, rate: float, start_s: float, timeline
     work, prompts = WORKLOADS[name], WORKLOADS[name].prompts()
     params = [SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in work.counts()]
     llm.generate(work.prompts(seed=1), params if work.mixed else replace(params[0], max_tokens=16))  # warm up
-    before, host_s, idle = llm.stats(), loop_cpu_s(), llm.engine.idle_by_cause()
+    idle, host_s, before = llm.engine.idle_by_cause(), loop_cpu_s(), llm.stats()  # the clock is read last
     found = llm.generate(prompts, params)
     spent, host_s = llm.stats() - before, loop_cpu_s() - host_s
     if timelines is not None:

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 import triton
 
-from gapless.kernels import early, shared_memory_bytes
+from gapless.kernels import HOPPER, early, generation, shared_memory_bytes
 from gapless.models import skinny_kernels as kernels
 from gapless.models.tilings import MAX_ROWS, Tiling, choose_tiling
 
@@ -44,7 +44,7 @@ def embed(ids: torch.Tensor, table: torch.Tensor, workspace: Workspace) -> torch
 @cache
 def has_ring() -> bool:
     """Whether the kernel in Gluon runs here: on Hopper, with a Triton whose Gluon it knows."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    if generation() != HOPPER:
         return False
     try:
         from gapless.models import ring_kernels  # noqa: F401

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import gc
 import os
 import signal
 import socket
@@ -26,7 +25,6 @@ from gapless.server.messages import Message
 
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 2**20
-GC_THRESHOLD = 50_000  # new objects between two collections; Python's own is 700 to 2000
 _PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
@@ -119,13 +117,6 @@ def spawn(command: Sequence[str], fds: Sequence[int]) -> subprocess.Popen[bytes]
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
-
-
-def collect_garbage_rarely() -> None:
-    """Leave what lives for ever out of collections, and collect less often: tokens in flight are no garbage."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD, 20, 20)
 
 
 def become_child() -> None:

@@ -30,9 +30,10 @@ from gapless.config import EngineOptions
 from gapless.core.outcome import Finished, Progress, TokenLogprob, prompt_logprobs
 from gapless.core.request import Request
 from gapless.errors import EngineClosed, GaplessError, InvalidRequest, StepFailed
+from gapless.garbage import collect_rarely
 from gapless.models.source import resolve
 from gapless.pipeline.engine import Engine
-from gapless.server.channel import ChildChannel, Disconnected, become_child, collect_garbage_rarely
+from gapless.server.channel import ChildChannel, Disconnected, become_child
 from gapless.server.messages import (
     Abort,
     Close,
@@ -89,7 +90,7 @@ def main(socket_fd: int, started_fd: int) -> None:
         assert isinstance(start, Start)
         forward_logs(channel)
         engine = load(channel, EngineOptions.from_dict(start.options))
-        collect_garbage_rarely()
+        collect_rarely()
         EngineProcess(engine, channel, started_fd).run()
         write_trace(engine)
     except Disconnected:

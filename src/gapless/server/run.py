@@ -20,9 +20,9 @@ from fastapi import FastAPI
 
 from gapless.config import EngineOptions, api_key, log_level, trace_endpoint
 from gapless.errors import ConfigError, ModelNotFound
+from gapless.garbage import collect_rarely
 from gapless.models.source import ModelSource, resolve
 from gapless.server.app import build_app
-from gapless.server.channel import collect_garbage_rarely
 from gapless.server.logs import LineWriter, set_up_logs
 from gapless.server.metrics import Metrics
 from gapless.server.options import ServerOptions, read_keys
@@ -77,7 +77,7 @@ async def _serve(
     writer.on_loss = metrics.log_lines_lost.inc
     traces = Traces(trace_endpoint())
     app = build_app(service, metrics, keys, traces)
-    collect_garbage_rarely()
+    collect_rarely()
     host, port = sock.getsockname()[:2]
     if tokenizer is not None and tokenizer.chat_template is not None:
         await renderer.start()
