@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gapless import LLM, SamplingParams
+from gapless import LLM, AsyncLLM, SamplingParams
 from gapless.garbage import left_out
 from tiny import CPU
 
@@ -56,16 +57,28 @@ def test_what_the_program_froze_stays_frozen() -> None:
     assert count - 100 <= gc.get_freeze_count() <= count
 
 
-def test_generating_leaves_out_what_exists(dummy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: list[int] = []
+PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
+
+
+def test_generating_leaves_out_what_exists(dummy_dir: Path) -> None:
     with LLM(dummy_dir, load_format="dummy", **CPU) as llm:
-        submit = llm.engine.submit
-        monkeypatch.setattr(llm.engine, "submit", lambda *given: (counts.append(gc.get_freeze_count()), submit(*given)))
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
-        some = llm.run(enumerate([llm.prepare([1, 2, 3]), llm.prepare([4, 5])]))
+        some = llm.run(enumerate([llm.prepare([1, 2, 3], PARAMS), llm.prepare([4, 5], PARAMS)]))
         next(some)
         assert gc.get_freeze_count() > 1000
         some.close()  # left in the middle
-        assert len(counts) == 3
-        assert min(counts) > 1000
         assert gc.get_freeze_count() == 0
+        frozen = [gc.get_freeze_count() for _ in llm.stream([1, 2, 3], PARAMS)]
+        assert min(frozen) > 1000
+        llm.generate([[1, 2, 3]], PARAMS)
+        assert gc.get_freeze_count() == 0
+
+
+def test_so_does_async_code(dummy_dir: Path) -> None:
+    async def ask() -> None:
+        async with AsyncLLM(dummy_dir, load_format="dummy", **CPU) as llm:
+            frozen = [gc.get_freeze_count() async for _ in llm.stream([1, 2, 3], PARAMS)]
+            assert min(frozen) > 1000
+            await asyncio.gather(llm.generate([1, 2, 3], PARAMS), llm.generate([4, 5], PARAMS))
+            assert gc.get_freeze_count() == 0
+
+    asyncio.run(ask())

@@ -152,15 +152,16 @@ class LLM:
 
     def _stream(self, job: Job) -> Iterator[Delta]:
         news: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
-        self.engine.submit(job.request, news.put)
-        try:
-            while True:
-                delta = job.take(news.get())
-                yield delta
-                if delta.completion is not None:
-                    return
-        finally:
-            self.engine.abort(job.request.id)
+        with left_out():
+            self.engine.submit(job.request, news.put)
+            try:
+                while True:
+                    delta = job.take(news.get())
+                    yield delta
+                    if delta.completion is not None:
+                        return
+            finally:
+                self.engine.abort(job.request.id)
 
 
 def _named(index: int, count: int, check: Callable[[Any], Any], value: Any) -> Any:

@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from gapless.models import skinny
+
 PRODUCTS = {  # columns, inner size, rows
     "out of 0.6B": {"N": 1024, "K": 2048, "BLOCK_M": 32, "SPLITS": 4, "ADD": True, "BLOCK_N": 32, "BLOCK_K": 256},
     "gate of 8B": {"N": 14336, "K": 4096, "BLOCK_M": 16, "GATED": True, "NORM": True, "BLOCK_N": 64, "BLOCK_K": 256},
@@ -59,3 +61,16 @@ def test_weights_are_under_way_before_the_wait(name: str) -> None:
     assert after.count("griddepcontrol.launch_dependents") == 1
     assert "st.global" not in before
     assert made["shared"] <= 227 * 1024
+
+
+@pytest.mark.parametrize(("generation", "expected"), [(0, False), (8, False), (9, True), (10, False)])
+def test_it_is_for_hopper(monkeypatch: pytest.MonkeyPatch, generation: int, expected: bool) -> None:
+    monkeypatch.setattr(skinny, "generation", lambda: generation)
+    assert skinny.has_ring.__wrapped__() is expected
+
+
+def test_a_triton_that_names_things_otherwise_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skinny, "generation", lambda: 9)
+    monkeypatch.delattr("gapless.models.ring_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "gapless.models.ring_kernels", None)
+    assert not skinny.has_ring.__wrapped__()
