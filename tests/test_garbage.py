@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
+import subprocess
+import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gapless import LLM, AsyncLLM, SamplingParams
+from gapless import LLM, SamplingParams
 from gapless.garbage import left_out
 from tiny import CPU
 
@@ -29,23 +31,51 @@ def nothing_frozen() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_what_exists_is_left_out_and_comes_back() -> None:
+@pytest.fixture
+def by_hand() -> Iterator[None]:
+    """No collection but those that the test asks for."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_what_exists_is_left_out_and_comes_back(by_hand: None) -> None:
     before = weakref.ref(Ring())
     with left_out():
         new = weakref.ref(Ring())
-        assert gc.get_freeze_count() > 1000
         gc.collect()
+        assert before() is not None
         assert new() is None
     assert gc.get_freeze_count() == 0
     gc.collect()
     assert before() is None
 
 
-def test_the_last_to_leave_gives_back() -> None:
+def test_what_is_made_meanwhile_is_collected_whoever_comes_in(by_hand: None) -> None:
     with left_out():
+        new = weakref.ref(Ring())
         with left_out():
-            pass
+            gc.collect()
+            assert new() is None
         assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
+
+
+def test_the_last_thread_to_leave_gives_back() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with left_out():
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=stay)
+    with left_out():
+        thread.start()
+        inside.wait(60)
+    assert gc.get_freeze_count() > 1000
+    leave.set()
+    thread.join(60)
     assert gc.get_freeze_count() == 0
 
 
@@ -57,28 +87,19 @@ def test_what_the_program_froze_stays_frozen() -> None:
     assert count - 100 <= gc.get_freeze_count() <= count
 
 
-PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
+def test_a_process_of_ours_collects_rarely() -> None:
+    code = "import gc; from gapless.garbage import collect_rarely; collect_rarely(); "
+    code += "print(gc.get_freeze_count() > 1000, gc.get_threshold())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split("\n")[0] == "True (50000, 20, 20)"
 
 
-def test_generating_leaves_out_what_exists(dummy_dir: Path) -> None:
+def test_generating_leaves_out_what_exists(dummy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
     with LLM(dummy_dir, load_format="dummy", **CPU) as llm:
-        some = llm.run(enumerate([llm.prepare([1, 2, 3], PARAMS), llm.prepare([4, 5], PARAMS)]))
-        next(some)
-        assert gc.get_freeze_count() > 1000
-        some.close()  # left in the middle
+        submit = llm.engine.submit
+        monkeypatch.setattr(llm.engine, "submit", lambda *given: (counts.append(gc.get_freeze_count()), submit(*given)))
+        llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(counts) == 2
+        assert min(counts) > 1000
         assert gc.get_freeze_count() == 0
-        frozen = [gc.get_freeze_count() for _ in llm.stream([1, 2, 3], PARAMS)]
-        assert min(frozen) > 1000
-        llm.generate([[1, 2, 3]], PARAMS)
-        assert gc.get_freeze_count() == 0
-
-
-def test_so_does_async_code(dummy_dir: Path) -> None:
-    async def ask() -> None:
-        async with AsyncLLM(dummy_dir, load_format="dummy", **CPU) as llm:
-            frozen = [gc.get_freeze_count() async for _ in llm.stream([1, 2, 3], PARAMS)]
-            assert min(frozen) > 1000
-            await asyncio.gather(llm.generate([1, 2, 3], PARAMS), llm.generate([4, 5], PARAMS))
-            assert gc.get_freeze_count() == 0
-
-    asyncio.run(ask())

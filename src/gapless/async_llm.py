@@ -15,7 +15,6 @@ from typing import Any
 from gapless.client import Client, Completion, Delta, Job, Message, Prompt, check_params, make_options
 from gapless.core.outcome import Finished, Progress
 from gapless.core.params import SamplingParams
-from gapless.garbage import left_out
 from gapless.pipeline.engine import Stats
 from gapless.progress import progress_bar
 
@@ -78,13 +77,12 @@ class AsyncLLM:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to tell
                 loop.call_soon_threadsafe(news.put_nowait, item)
 
-        with left_out():
-            self._client.engine.submit(job.request, deliver)
-            try:
-                while True:
-                    delta = job.take(await news.get())
-                    yield delta
-                    if delta.completion is not None:
-                        return
-            finally:
-                self._client.engine.abort(job.request.id)
+        self._client.engine.submit(job.request, deliver)
+        try:
+            while True:
+                delta = job.take(await news.get())
+                yield delta
+                if delta.completion is not None:
+                    return
+        finally:
+            self._client.engine.abort(job.request.id)

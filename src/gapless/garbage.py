@@ -11,9 +11,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-THRESHOLD = 50_000  # new objects between two collections of a server; Python's own is 700 to 2000
+THRESHOLD = 50_000  # new objects between two collections in a process of ours; Python's own is 700 to 2000
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finalizer may come in on the thread that holds it
 _num_inside = 0
 _is_ours = False  # what is frozen now: by us, or by the program we are part of
 
@@ -29,14 +29,15 @@ def collect_rarely() -> None:
 def left_out() -> Iterator[None]:
     """In someone's program: what exists now is left out of collections until this ends, in all threads that are in it.
 
-    Costs nothing by itself: lists change hands. A program that froze objects itself is left as it is.
+    Not for generators: one that is never finished, in a cycle of references, would be left out itself. What is made
+    meanwhile is collected as ever. A program that froze objects itself is left as it is.
     """
     global _num_inside, _is_ours
     with _lock:
         if _num_inside == 0:
             _is_ours = gc.get_freeze_count() == 0
-        if _is_ours:
-            gc.freeze()
+            if _is_ours:
+                gc.freeze()
         _num_inside += 1
     try:
         yield

@@ -2,7 +2,9 @@
 
 Programmatic dependent launch lets a kernel come in while the one before it still runs; a kernel that is launched so
 waits (`gdc_wait`) before it touches what that one writes, and says (`gdc_launch_dependents`) from when on the next may
-come. What nobody writes, weights above all, it may ask for before it waits.
+come. What nobody writes, weights above all, it may ask for before it waits. A kernel may run ahead of several others,
+but not of one that is launched as usual, nor of the step before. That is why attention may read rows, lengths and
+blocks before it waits: after the kernel that begins the step, one that is launched as usual gathers rope's angles.
 """
 
 from __future__ import annotations

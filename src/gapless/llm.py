@@ -92,23 +92,22 @@ class LLM:
         running: dict[str, tuple[int, Job]] = {}
         source = iter(jobs)
         ahead = QUEUED_AHEAD * self.engine.resolved.limits.num_rows
-        with left_out():
-            try:
-                while True:
-                    while len(running) < ahead and (found := next(source, None)) is not None:
-                        running[found[1].request.id] = found
-                        self.engine.submit(found[1].request, news.put)
-                    if not running:
-                        return
-                    item = news.get()
-                    number, job = running[item.request.id]
-                    completion = job.take(item).completion
-                    if completion is not None:
-                        del running[item.request.id]
-                        yield number, completion
-            finally:
-                for request_id in running:
-                    self.engine.abort(request_id)
+        try:
+            while True:
+                while len(running) < ahead and (found := next(source, None)) is not None:
+                    running[found[1].request.id] = found
+                    self.engine.submit(found[1].request, news.put)
+                if not running:
+                    return
+                item = news.get()
+                number, job = running[item.request.id]
+                completion = job.take(item).completion
+                if completion is not None:
+                    del running[item.request.id]
+                    yield number, completion
+        finally:
+            for request_id in running:
+                self.engine.abort(request_id)
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Job:
         """A job for `run`. Raises InvalidRequest."""
@@ -144,7 +143,7 @@ class LLM:
             for i, pair in enumerate(zip(prompts, params, strict=True))
         ]
         results: dict[int, Completion] = {}
-        with progress_bar("generating", total=len(jobs), unit="prompt") as bar:
+        with left_out(), progress_bar("generating", total=len(jobs), unit="prompt") as bar:
             for number, completion in self.run(enumerate(jobs)):
                 results[number] = completion
                 bar.advance(1, len(completion.token_ids))
@@ -152,16 +151,15 @@ class LLM:
 
     def _stream(self, job: Job) -> Iterator[Delta]:
         news: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
-        with left_out():
-            self.engine.submit(job.request, news.put)
-            try:
-                while True:
-                    delta = job.take(news.get())
-                    yield delta
-                    if delta.completion is not None:
-                        return
-            finally:
-                self.engine.abort(job.request.id)
+        self.engine.submit(job.request, news.put)
+        try:
+            while True:
+                delta = job.take(news.get())
+                yield delta
+                if delta.completion is not None:
+                    return
+        finally:
+            self.engine.abort(job.request.id)
 
 
 def _named(index: int, count: int, check: Callable[[Any], Any], value: Any) -> Any:

@@ -84,5 +84,37 @@ def test_batch_invariant_tokens_do_not_know_who_came_along() -> None:
 def test_splits_follow_the_number_of_rows() -> None:
     pools = [torch.zeros(4, 16, 8, device=DEVICE)]
     triton = TritonAttention(pools, BLOCK_SIZE, 8, 1.0, num_rows=256, num_cores=132)
-    rows_and_splits = {1: 16, 4: 16, 5: 8, 16: 8, 17: 4, 32: 4, 64: 2, 65: 2, 128: 1, 256: 1}
+    rows_and_splits = {1: 16, 4: 16, 5: 8, 16: 8, 17: 4, 32: 4, 64: 2, 66: 2, 67: 1, 256: 1}
     assert {count: triton.num_splits(count) for count in rows_and_splits} == rows_and_splits
+    assert [count for count in range(1, 257) if triton.loads_ahead(count)] == [1, 2]
+
+
+def test_both_ways_of_loading_keys_are_compared_above() -> None:
+    """With one tile of keys a split, and with several."""
+    ways = set()
+    for shape in SHAPES:
+        pools = [torch.zeros(4, 2 * shape.num_kv_heads, shape.head_dim, device=DEVICE)]
+        attention = TritonAttention(pools, BLOCK_SIZE, shape.num_heads, 1.0, 8, shape.num_cores)
+        if count := len(shape.decode_lengths):
+            ahead = attention.loads_ahead(count)
+            tile = 64 if ahead else 32
+            ways.add((ahead, max(shape.decode_lengths) > tile * attention.num_splits(count)))
+    assert ways == {(False, False), (False, True), (True, False), (True, True)}
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "dtype", "expected"),
+    [
+        (16, 8, 128, torch.bfloat16, 1),
+        (16, 8, 128, torch.float32, 2),
+        (16, 8, 80, torch.float32, 2),
+        (9, 3, 64, torch.float32, 1),
+        (32, 1, 192, torch.bfloat16, 4),
+        (64, 1, 256, torch.float32, 4),
+    ],
+)
+def test_warps_follow_what_a_program_holds(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, expected: int
+) -> None:
+    pools = [torch.zeros(4, 2 * num_kv_heads, head_dim, dtype=dtype, device=DEVICE)]
+    assert TritonAttention(pools, BLOCK_SIZE, num_heads, 1.0, 8, 132).num_warps == expected

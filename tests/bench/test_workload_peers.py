@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -53,6 +54,48 @@ def test_a_slow_peer_is_stopped() -> None:
     manager = Manager(result(3))
     with pytest.raises(TimeoutError, match=r"stopped after 0\.01 s; 1 of 2 requests of 4 tokens were done"):
         _drain(manager, [[1], [2]], 4, limit_s=0.01)
+
+
+def test_a_peer_that_gives_unfinished_results_for_ever_is_stopped() -> None:
+    manager = Manager()
+    manager.get_result = lambda timeout: result(1, finished=False)  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError):
+        _drain(manager, [[1]], 4, limit_s=0.01)
+
+
+def test_the_last_result_may_come_late() -> None:
+    assert _drain(Manager(result(3)), [[1]], 4, limit_s=0) == 3
+
+
+def test_results_that_wait_are_taken_though_the_thread_has_ended() -> None:
+    assert _drain(Manager(result(2, finished=False), result(3), runs=False), [[1]], 4, limit_s=60) == 3
+
+
+def test_it_warms_up_with_few_tokens_before_the_clock_starts_and_never_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    now = 0.0
+    drained: list[tuple[Any, ...]] = []
+
+    def drain(manager: Any, *given: Any) -> int:
+        nonlocal now
+        now += 100 if not drained else 7
+        drained.append(given)
+        if given[0] == [[9]]:
+            raise RuntimeError("no room")
+        return 5
+
+    manager = Manager()
+    monkeypatch.setattr(workload_peers, "_drain", drain)
+    monkeypatch.setattr(workload_peers, "time", SimpleNamespace(perf_counter=lambda: now))
+    model = SimpleNamespace(
+        config=SimpleNamespace(_attn_implementation="paged|sdpa"),
+        continuous_batching_context_manager=lambda **_: nullcontext(manager),
+    )
+    assert _time(model, Task([[1]], [[2, 3]], 300, limit_s=60)) == (7, 5, "paged|sdpa")
+    assert drained == [([[1]], 16, 60), ([[2, 3]], 300, 60)]
+    assert manager.stopped == []
+    with pytest.raises(RuntimeError, match="no room"):
+        _time(model, Task([[1]], [[9]], 300, limit_s=60))
     assert manager.stopped == [True]
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
 pytest.importorskip("triton")
 
 from gapless.models import skinny
+from gapless.models.tilings import choose_tiling
 
-PRODUCTS = {  # columns, inner size, rows
-    "out of 0.6B": {"N": 1024, "K": 2048, "BLOCK_M": 32, "SPLITS": 4, "ADD": True, "BLOCK_N": 32, "BLOCK_K": 256},
-    "gate of 8B": {"N": 14336, "K": 4096, "BLOCK_M": 16, "GATED": True, "NORM": True, "BLOCK_N": 64, "BLOCK_K": 256},
-    "QKV of 8B": {"N": 6144, "K": 4096, "BLOCK_M": 32, "NORM": True, "LET_IN": True, "BLOCK_N": 64, "BLOCK_K": 256},
+PRODUCTS = {  # columns, inner size, rows, gated, adds
+    "out of 0.6B": (1024, 2048, 32, False, True),
+    "gate of 0.6B": (3072, 1024, 32, True, False),
+    "gate of 8B": (14336, 4096, 16, True, False),
+    "QKV of 8B": (6144, 4096, 32, False, False),
 }
 COMPILE = """
 import json, sys
@@ -40,10 +44,15 @@ print(json.dumps({"shared": made.metadata.shared, "ptx": made.asm["ptx"]}))
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_weights_are_under_way_before_the_wait(name: str) -> None:
+def test_weights_and_nothing_else_are_under_way_before_the_wait(name: str) -> None:
+    columns, inner, num_rows, gated, adds = PRODUCTS[name]
+    tiling = choose_tiling(num_rows, columns, inner, gated=gated, adds=adds, ring=True)
+    assert tiling is not None
+    assert tiling.kernel == "ring"
     values = {
-        "NUM_STAGES": 2, "SPLITS": 1, "NORM": False, "GATED": False, "ADD": False, "LET_IN": False,
-        "MAX_SQUARES": 32, "SQUARES_STRIDE": 256, **PRODUCTS[name],
+        "N": columns, "K": inner, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k,
+        "NUM_STAGES": tiling.num_stages, "SPLITS": tiling.splits, "NORM": not adds, "GATED": gated, "ADD": adds,
+        "MAX_SQUARES": 32, "SQUARES_STRIDE": 256, "LET_IN": tiling.lets_in,
     }  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     ran = subprocess.run(
@@ -56,10 +65,10 @@ def test_weights_are_under_way_before_the_wait(name: str) -> None:
     assert ran.returncode == 0, ran.stderr[-2000:]
     made = json.loads(ran.stdout)
     before, after = made["ptx"].split("griddepcontrol.wait")
-    assert before.count("cp.async.bulk") == (4 if values["GATED"] else 2)  # all stages of the ring
+    assert before.count("cp.async.bulk") == tiling.num_stages * (2 if gated else 1)
+    assert not re.search(r"ld\.global|cp\.async\.c[ag]|st\.global", before)
     assert "mma.sync" in after
     assert after.count("griddepcontrol.launch_dependents") == 1
-    assert "st.global" not in before
     assert made["shared"] <= 227 * 1024
 
 
@@ -69,8 +78,21 @@ def test_it_is_for_hopper(monkeypatch: pytest.MonkeyPatch, generation: int, expe
     assert skinny.has_ring.__wrapped__() is expected
 
 
-def test_a_triton_that_names_things_otherwise_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+class Renamed(ModuleType):
+    """A language that lacks a name."""
+
+    def __getattr__(self, name: str) -> None:
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("language", [None, Renamed("language")])
+def test_a_triton_that_names_things_otherwise_has_none(
+    monkeypatch: pytest.MonkeyPatch, language: ModuleType | None
+) -> None:
+    """What it lacks, a module or a name in it, is found when the kernel's module is loaded."""
     monkeypatch.setattr(skinny, "generation", lambda: 9)
+    monkeypatch.delitem(sys.modules, "gapless.models.ring_kernels", raising=False)
     monkeypatch.delattr("gapless.models.ring_kernels", raising=False)
-    monkeypatch.setitem(sys.modules, "gapless.models.ring_kernels", None)
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon.language.nvidia.ampere", language)
+    monkeypatch.setattr("triton.experimental.gluon.language.barrier", None, raising=False)
     assert not skinny.has_ring.__wrapped__()

@@ -77,7 +77,10 @@ class TritonAttention:
         self._num_heads = num_heads
         self._num_kv_heads = pools[0].shape[1] // 2
         self._head_dim = pools[0].shape[2]
+        self._group = num_heads // self._num_kv_heads
+        self._block_g = max(MIN_GROUP, triton.next_power_of_2(self._group))
         self._block_d = max(16, triton.next_power_of_2(self._head_dim))
+        self.num_warps = min(max(self._block_g * self._block_d * pools[0].element_size() // WARP_BYTES, 1), 4)
         self.scale = scale
         self._scale = scale * 1.4426950408889634  # the kernels use powers of two
         self._num_cores = num_cores
@@ -88,9 +91,8 @@ class TritonAttention:
         """Parts, their statistics, and counters of finished parts; the compute stream alone touches them."""
         device = self.pools[0].device
         num_parts = PROGRAMS_A_CORE * self._num_cores
-        group = self._num_heads // self._num_kv_heads
-        parts = torch.empty(num_parts * group * self._head_dim, dtype=torch.float32, device=device)
-        stats = torch.empty(num_parts * group * 2, dtype=torch.float32, device=device)
+        parts = torch.empty(num_parts * self._group * self._head_dim, dtype=torch.float32, device=device)
+        stats = torch.empty(num_parts * self._group * 2, dtype=torch.float32, device=device)
         counters = torch.zeros(num_rows * self._num_kv_heads, dtype=torch.int32, device=device)
         return parts, stats, counters
 
@@ -102,6 +104,10 @@ class TritonAttention:
         while splits < MANY_SPLITS and programs * splits * 2 <= most:
             splits *= 2
         return MAX_SPLITS if programs * MAX_SPLITS <= most // 2 else splits
+
+    def loads_ahead(self, num_rows: int) -> bool:
+        """Whether programs are so few that each loads its first keys before its turn comes."""
+        return num_rows * self._num_kv_heads * self.num_splits(num_rows) <= PROGRAMS_AHEAD * self._num_cores
 
     def begin(self, batch: AttentionBatch) -> Attend:
         return self.in_turn((*self.decodes(batch), *self.chunks(batch)))
@@ -137,21 +143,18 @@ class TritonAttention:
     def _attend_decodes(
         self, batch: AttentionBatch, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor
     ) -> torch.Tensor:
-        group = self._num_heads // self._num_kv_heads
         splits = self.num_splits(batch.num_decodes)
+        ahead = self.loads_ahead(batch.num_decodes)
         parts, stats, counters = self._scratch
         norm = rotation.norm_weight
-        block_g = max(MIN_GROUP, triton.next_power_of_2(group))
-        ahead = batch.num_decodes * self._num_kv_heads * splits <= PROGRAMS_AHEAD * self._num_cores
-        tile_bytes = block_g * self._block_d * heads.element_size()
-        num_warps = min(max(tile_bytes // WARP_BYTES, 1), 4)
         decode[(batch.num_decodes, self._num_kv_heads, splits)](
             heads, rotation.cos_sin, heads if norm is None else norm, pool, batch.slots, batch.blocks,
             batch.decode_rows, batch.decode_lengths, out, parts, stats, counters,
             rotation.eps, self._scale, batch.blocks.stride(0),
-            NUM_KV=self._num_kv_heads, GROUP=group, BLOCK_G=block_g, GROUP_2=triton.next_power_of_2(group),
+            NUM_KV=self._num_kv_heads, GROUP=self._group, BLOCK_G=self._block_g,
+            GROUP_2=triton.next_power_of_2(self._group),
             BLOCK_SIZE=self._block_size, BLOCK_N=64 if ahead else 32, NUM_SPLITS=splits, AHEAD=ahead,
-            HAS_NORM=norm is not None, num_warps=2 * num_warps if ahead else num_warps, num_stages=2,
+            HAS_NORM=norm is not None, num_warps=2 * self.num_warps if ahead else self.num_warps, num_stages=2,
             **self._shape(), **early(),
         )  # fmt: skip
         return out

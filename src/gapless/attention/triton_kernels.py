@@ -82,6 +82,15 @@ def _take_in(scores, v, top, total, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _take_in_one(score, v, top, total, acc):
+    """The same for one more key."""
+    new_top = tl.maximum(top, score)
+    fade = tl.exp2(top - new_top)
+    weight = tl.exp2(score - new_top)
+    return new_top, total * fade + weight, acc * fade[:, None] + weight[:, None] * v
+
+
+@triton.jit
 def rotate_and_store(
     heads, cos_sin, norm, pool, slots, q_out, eps,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -115,7 +124,8 @@ def decode(
     """All query heads of one KV head of one row, over one part of the row's keys.
 
     Rotates the new token's queries itself; the part that holds the new token's position also rotates and stores its key
-    and value, and takes them in last. AHEAD: loads its first keys and values before it waits for the kernel before.
+    and value, and reads them back with all others. AHEAD: loads its first keys and values before it waits for the
+    kernel before, and takes in the new token's last, from registers.
     """
     i = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -170,12 +180,7 @@ def decode(
                 heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps, NUM_KV, GROUP, HEAD_DIM, HAS_NORM,
             )  # fmt: skip
             score = tl.sum(query.to(tl.float32) * k_new, axis=1) * scale
-            new_top = tl.maximum(top, score)
-            fade = tl.exp2(top - new_top)
-            weight = tl.exp2(score - new_top)
-            top = new_top
-            total = total * fade + weight
-            acc = acc * fade[:, None] + weight[:, None] * v_new
+            top, total, acc = _take_in_one(score, v_new, top, total, acc)
         out_at = out + (i * NUM_KV * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
         if num_parts == 1:
             tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=head_mask)

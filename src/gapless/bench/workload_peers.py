@@ -84,10 +84,14 @@ def _time(model: Any, task: Task) -> tuple[float, int, str]:
         ),
     )
     with manager_of as manager:
-        _drain(manager, task.warm_up, 16, task.limit_s)
-        began = time.perf_counter()
-        num_tokens = _drain(manager, task.prompts, task.max_tokens, task.limit_s)
-        return time.perf_counter() - began, num_tokens, str(model.config._attn_implementation)
+        try:
+            _drain(manager, task.warm_up, 16, task.limit_s)
+            began = time.perf_counter()
+            num_tokens = _drain(manager, task.prompts, task.max_tokens, task.limit_s)
+            return time.perf_counter() - began, num_tokens, str(model.config._attn_implementation)
+        except BaseException:
+            manager.stop(hard_stop=True)  # else it would finish what is left, however long that takes
+            raise
 
 
 def _drain(manager: Any, prompts: list[list[int]], max_tokens: int, limit_s: float) -> int:
@@ -104,7 +108,6 @@ def _drain(manager: Any, prompts: list[list[int]], max_tokens: int, limit_s: flo
         elif result is None and not manager.is_running():
             raise RuntimeError("the generation thread ended")
         if len(found) < len(prompts) and time.perf_counter() > deadline:
-            manager.stop(hard_stop=True)
             raise TimeoutError(
                 f"stopped after {limit_s:g} s; {len(found)} of {len(prompts)} requests of {max_tokens} tokens were done"
             )

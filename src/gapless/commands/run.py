@@ -17,6 +17,7 @@ from gapless.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
 from gapless.errors import InvalidRequest
+from gapless.garbage import left_out
 from gapless.llm import LLM
 from gapless.pipeline.engine import derive_seed
 from gapless.progress import Bar, progress_bar
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str,
         with LLM(**dataclasses.asdict(options)) as llm, progress_bar("generating", len(lines), "prompt") as bar:
             bar.advance(len(lines) - len(todo))
             meter = OverlapMeter(llm.engine)
-            _complete(llm, todo, sampling, results, bar, token_ids=args.token_ids)
+            with left_out():
+                _complete(llm, todo, sampling, results, bar, token_ids=args.token_ids)
             closing = meter.summary()
     except KeyboardInterrupt:
         return _interrupted(results, lines, options.trace)

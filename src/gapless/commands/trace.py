@@ -16,6 +16,7 @@ from gapless.commands.run import prepare
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
 from gapless.errors import InvalidRequest
+from gapless.garbage import left_out
 from gapless.llm import LLM
 from gapless.progress import progress_bar
 from gapless.report import OverlapMeter
@@ -78,7 +79,7 @@ def _record(options: EngineOptions, lines: Sequence[Line], sampling: Mapping[str
         llm.generate([0], WARM_UP)  # what only a first step pays is not traced
         meter = OverlapMeter(llm.engine)
         tokens, errors, is_whole = {}, {}, False
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt), left_out():
             for index, completion in llm.run(jobs):
                 tokens[index] = completion.token_ids
                 if completion.error is not None:

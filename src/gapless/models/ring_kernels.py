@@ -44,6 +44,28 @@ def _fetch(
         _copy_tile(weight, [column, inner], bar, tiles.index(stage), pred=wanted)
 
 
+@gluon.jit
+def _join(
+    acc, parts, counters, tile, split,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Leave this part for the last one to finish. Whether that is this one, and if so the sum of all parts."""
+    cells: gl.constexpr = BLOCK_M * BLOCK_N
+    row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+    cell = (row * BLOCK_N)[:, None] + column[None, :]
+    part_at = parts + tile * cells + cell
+    gl.store(part_at + split * gl.num_programs(0) * cells, acc)
+    _sync()  # every thread's part is written before the count says so
+    is_last = gl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+    if is_last:
+        gl.store(counters + tile, 0)  # ready for the next product
+        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=LAYOUT)
+        for other in gl.static_range(SPLITS):
+            acc += gl.load(part_at + other * gl.num_programs(0) * cells, cache_modifier=".cg")
+    return is_last, acc
+
+
 @gluon.jit(do_not_specialize_on_alignment=["num_rows"])  # as `product`
 def ring_product(
     x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps,
@@ -130,18 +152,8 @@ def ring_product(
         gdc_launch_dependents()
 
     is_last = True
-    if SPLITS > 1:  # leave this part for the last one to finish, which adds up all parts
-        cells = BLOCK_M * BLOCK_N
-        cell = (row * BLOCK_N)[:, None] + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, mma))[None, :]
-        part_at = parts + tile * cells + cell
-        gl.store(part_at + split * gl.num_programs(0) * cells, acc)
-        _sync()  # every thread's part is written before the count says so
-        is_last = gl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if is_last:
-            gl.store(counters + tile, 0)  # ready for the next product
-            acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=mma)
-            for other in gl.static_range(SPLITS):
-                acc += gl.load(part_at + other * gl.num_programs(0) * cells, cache_modifier=".cg")
+    if SPLITS > 1:
+        is_last, acc = _join(acc, parts, counters, tile, split, BLOCK_M, BLOCK_N, SPLITS, mma)
     if is_last:
         if NORM:
             total = gl.convert_layout(gl.sum(sums, axis=0), gl.SliceLayout(1, mma))

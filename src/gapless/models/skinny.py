@@ -8,6 +8,7 @@ gate after it, or the residual it is added to.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -99,19 +100,29 @@ def product(
     shape |= {"BLOCK_M": tiling.block_m, "SPLITS": tiling.splits, "LET_IN": tiling.lets_in}
     scratch = (workspace.parts, workspace.counters, squares, squares, num_rows, num_squares, eps)
     if tiling.kernel == "ring":
-        from gapless.models import ring_kernels
-
         assert row_tiles == 1
-        ring_kernels.ring_product[(num_tiles, tiling.splits)](
-            x, ring_kernels.in_tiles(weight, tiling.block_n, tiling.block_k), out, *scratch,
-            NUM_STAGES=tiling.num_stages, **shape, launch_pdl=True,
-        )  # fmt: skip
+        _launch_ring(x, weight, out, scratch, tiling, shape)
         return out
     kernels.product[(num_tiles, tiling.splits, row_tiles)](
         x, weight, out, *scratch, ASK_BYTES=tiling.ask_bytes, ASKS=ASKS,
         num_stages=_num_stages(tiling, gated=gated), **shape, **early(),
     )  # fmt: skip
     return out
+
+
+def _launch_ring(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    scratch: tuple[Any, ...],
+    tiling: Tiling,
+    shape: dict[str, Any],
+) -> None:
+    from gapless.models import ring_kernels  # on Hopper alone
+
+    tiles = ring_kernels.in_tiles(weight, tiling.block_n, tiling.block_k)
+    grid = (out.shape[1] // tiling.block_n, tiling.splits)
+    ring_kernels.ring_product[grid](x, tiles, out, *scratch, NUM_STAGES=tiling.num_stages, **shape, launch_pdl=True)
 
 
 def _num_stages(tiling: Tiling, *, gated: bool) -> int:

@@ -97,12 +97,11 @@ def _in_ring_large(block_m: int, columns: int, inner: int, *, gated: bool, adds:
 
 
 def _in_ring_small(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling | None:
-    """Of a small model, above 16 rows: all but down, where every program has a core to itself."""
+    """Of a small model, above 16 rows, where every program has a core to itself; of those that add, only short ones."""
     if block_m == 16 or columns > 32 * NUM_CORES:
         return None
     if gated:
-        tiling = Tiling(block_m, 32, 256)
-        return replace(tiling, num_stages=tiling.stages_within(SHARED_MEMORY_BYTES, gated=True))
+        return Tiling(block_m, 32, 256)
     if not adds:
         return Tiling(block_m, 32, 128, lets_in=True)
     if columns * inner >= SHORT_NUMBERS:
