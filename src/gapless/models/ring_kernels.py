@@ -45,6 +45,23 @@ def _fetch(
 
 
 @gluon.jit
+def _multiply(
+    acc, acc_up, rows, tiles, stage,
+    BLOCK_K: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Add a stage's rows times its weights."""
+    num_tiles: gl.constexpr = 2 if GATED else 1
+    for start in gl.static_range(0, BLOCK_K, STEP):
+        a = rows.index(stage).slice(start, STEP, dim=1).load(gl.DotOperandLayout(0, LAYOUT, 2))
+        some = tiles.index(num_tiles * stage).slice(start, STEP, dim=1).permute([1, 0])
+        acc = mma_v2(a, some.load(gl.DotOperandLayout(1, LAYOUT, 2)), acc)
+        if GATED:
+            some = tiles.index(num_tiles * stage + 1).slice(start, STEP, dim=1).permute([1, 0])
+            acc_up = mma_v2(a, some.load(gl.DotOperandLayout(1, LAYOUT, 2)), acc_up)
+    return acc, acc_up
+
+
+@gluon.jit
 def _join(
     acc, parts, counters, tile, split,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr,
@@ -131,13 +148,7 @@ def ring_product(
         async_copy.wait_group(NUM_STAGES - 1)
         mbarrier.wait(filled.index(stage), (chunk // NUM_STAGES) & 1)
         _sync()  # rows that other threads copied are there as well
-        for start in gl.static_range(0, BLOCK_K, STEP):
-            a = rows.index(stage).slice(start, STEP, dim=1).load(gl.DotOperandLayout(0, mma, 2))
-            some = tiles.index(num_tiles * stage).slice(start, STEP, dim=1).permute([1, 0])
-            acc = mma_v2(a, some.load(gl.DotOperandLayout(1, mma, 2)), acc)
-            if GATED:
-                some = tiles.index(num_tiles * stage + 1).slice(start, STEP, dim=1).permute([1, 0])
-                acc_up = mma_v2(a, some.load(gl.DotOperandLayout(1, mma, 2)), acc_up)
+        acc, acc_up = _multiply(acc, acc_up, rows, tiles, stage, BLOCK_K, GATED, mma)
         if LET_IN:  # noqa: SIM102 (decided when compiled)
             if chunk == max(num_chunks - NUM_STAGES, 0):
                 gdc_launch_dependents()
