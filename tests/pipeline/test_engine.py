@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -216,14 +219,17 @@ def test_the_same_request_twice_fails_the_second_and_nobody_else(make_engine, ti
     assert output(last(first)) == greedy(tiny_dir, [5, 6, 7], 100, ()).tokens
 
 
-def test_a_callback_that_raises_harms_only_itself(make_engine, tiny_dir: Path, caplog) -> None:
+@pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
+def test_a_callback_that_raises_harms_only_itself(make_engine, tiny_dir: Path, caplog, kind: type) -> None:
     engine = make_engine()
 
-    def bad(item: Progress | Finished) -> None:
-        raise ZeroDivisionError("in the client's code")
+    def bad(*news: Progress | Finished) -> None:
+        raise kind("in the client's code")
 
-    with caplog.at_level(logging.CRITICAL, "gapless.pipeline.engine"):
+    with caplog.at_level(logging.CRITICAL, "gapless.pipeline.inbox"):
         engine.submit(engine.make_request([1, 2, 3], LONG, streams=True), bad)
+        engine.submit(engine.make_request([2, 2, 3], LONG), lambda news: None, on_start=bad)
+        engine.ping(bad)
         good = last(submit(engine, [5, 6, 7]))
     assert output(good) == greedy(tiny_dir, [5, 6, 7], 12, ()).tokens
     eventually(lambda: not engine._scheduler.has_requests)
@@ -260,6 +266,55 @@ def test_when_the_engine_dies_everybody_is_told(make_engine, monkeypatch, caplog
         assert (item.reason, type(item.error)) == ("error", EngineClosed)
         assert "the engine died" in str(item.error)
     assert not engine._thread.is_alive()
+
+
+def test_a_death_in_the_middle_of_a_seat_leaves_nobody_waiting(make_engine, monkeypatch, caplog) -> None:
+    """The scheduler then holds half a request: it is neither in the queue nor in a row. It was announced."""
+    engine = make_engine(max_num_rows=2, check=False)
+    seat = engine._scheduler.rows.seat
+    started: list[int] = []
+
+    def broken(request: Request) -> int:
+        if request.prompt[0] == 9:
+            raise OverflowError("a bug in the row table")
+        return seat(request)
+
+    monkeypatch.setattr(engine._scheduler.rows, "seat", broken)
+    with caplog.at_level(logging.CRITICAL, "gapless.pipeline.engine"):
+        running = submit(engine, [1, 2], LONG, streams=True)
+        running.get(timeout=TIMEOUT_S)
+        request = engine.make_request([9, 9], GREEDY)
+        culprit: News = queue.SimpleQueue()
+        engine.submit(request, culprit.put, lambda: started.append(9))
+        found = [last(running), last(culprit)]
+        engine._thread.join(TIMEOUT_S)
+    assert [item.reason for item in found] == ["error", "error"]
+    assert "the engine died: a bug in the row table" in str(found[1].error)
+    assert len(output(found[0])) > 0  # what was known of it came back with it
+    assert started == [9]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_is_told_that_it_has_no_engine(make_engine) -> None:
+    engine = make_engine()
+    request = engine.make_request([1, 2], GREEDY)
+    read, write = os.pipe()
+    with engine._lock:  # somebody may be submitting at that very moment
+        pid = os.fork()
+    if pid == 0:
+        signal.alarm(int(TIMEOUT_S))  # an end to it, should it wait all the same
+        for ask in (lambda: engine.make_request([1, 2], GREEDY), lambda: engine.submit(request, print)):
+            with contextlib.suppress(EngineClosed):
+                ask()
+                os.write(write, b"accepted ")
+        engine.close()
+        os.write(write, b"closed")
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        assert pipe.read() == b"closed"
+    assert os.waitpid(pid, 0)[1] == 0
+    assert last(submit(engine, [1, 2])).reason == "length"  # the parent's goes on
 
 
 def test_after_it_died_submit_says_why_and_close_is_no_trouble(make_engine, monkeypatch, caplog) -> None:

@@ -9,7 +9,7 @@ Knows no tensors, no device and no text.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,14 @@ NO_BLOCKS = np.empty((0, 3), np.int32)
 class Scheduler:
     """Requests in, plans out; results in, facts out."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        announce: Callable[[Request], None] = lambda request: None,
+    ) -> None:
+        """announce: called with each request that is about to get a row, before anything else is done for it."""
         self.limits = limits
+        self._announce = announce
         self.rows = RowTable(limits.num_rows, limits.max_model_len, limits.block_size)
         self.pool = BlockPool(limits.num_blocks, PrefixIndex(limits.block_size))
         self.counters = Counters()
@@ -177,6 +183,7 @@ class Scheduler:
             needed = -(-len(request.tokens) // self.limits.block_size) - len(blocks)
             if needed > self.pool.num_available - self.pool.num_idle(blocks):
                 break
+            self._announce(request)
             del self._waiting[request.id]
             row = self._seat(request, blocks, entry)
             budget -= self._plan_chunk(row, budget, chunks)

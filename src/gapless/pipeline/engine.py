@@ -6,7 +6,9 @@ results to the callback that came with the request. A callback must not block: i
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -20,15 +22,14 @@ from typing import Any
 from gapless.config import EngineOptions
 from gapless.core.outcome import Commit, Counters, Finished
 from gapless.core.params import SamplingParams, derive_seed
-from gapless.core.plan import Plan
 from gapless.core.request import IntArray, Request
 from gapless.core.scheduler import Scheduler
 from gapless.errors import EngineClosed, InvalidRequest
 from gapless.models.source import ModelSource
 from gapless.pipeline.checked import CheckedExecutor
 from gapless.pipeline.depth import AutoDepth, FixedDepth
-from gapless.pipeline.executor import Executor, LocalExecutor, Ticket
-from gapless.pipeline.inbox import Abort, Close, Deliver, Ping, Submit, tell
+from gapless.pipeline.executor import Executor, LocalExecutor
+from gapless.pipeline.inbox import Abort, Close, Deliver, Ping, Submit, call_safely
 from gapless.pipeline.intake import make_request
 from gapless.pipeline.loop import Depth, run_loop
 from gapless.pipeline.readings import Load, Pulse, Stats
@@ -58,7 +59,7 @@ class Engine:
         self.options = options
         self._built: Built = _in_a_thread(partial(build, options, source, progress))
         self.resolved = self._built.resolved
-        self._scheduler = Scheduler(self.resolved.limits)
+        self._scheduler = Scheduler(self.resolved.limits, self._announce)
         fixed = options.depth != "auto"
         self._recorder = Recorder(
             kept_steps=traced_steps if options.trace else KEPT_STEPS,
@@ -72,8 +73,8 @@ class Engine:
         num_slots = int(options.depth) if fixed else max(AUTO_DEPTHS)
         self._executor = self._make_executor(num_slots)
         self._inbox: queue.SimpleQueue[Submit | Abort | Ping | Close] = queue.SimpleQueue()
-        self._subscribers: dict[str, Deliver] = {}
-        self._on_start: dict[str, Callable[[], None]] = {}
+        self._submitted: dict[str, Submit] = {}  # of requests that are not over
+        self._pid = os.getpid()
         self._num_turns = 0
         self._idle = False
         self._closing = False
@@ -115,6 +116,7 @@ class Engine:
         With `generated`, tokens that another engine already sampled for it with the same seed, the request goes on
         after them; they count as generated, not as prompt.
         """
+        self._check_process()
         with self._lock:
             number = self._num_requests
             seed = params.seed if params.seed is not None else derive_seed(self.options.seed, number)
@@ -126,9 +128,9 @@ class Engine:
     def submit(self, request: Request, deliver: Deliver, on_start: Callable[[], None] | None = None) -> None:
         """Queue a request. `deliver` gets its Progress, if it streams, and at the end one Finished.
 
-        `on_start` is called on the loop's thread before the first step that runs the request is launched; and again
-        after a preemption.
+        `on_start` is called on the loop's thread before the request gets a row, and again after a preemption.
         """
+        self._check_process()
         with self._lock:
             if self._closing:
                 raise EngineClosed("the engine is closed") from self._error
@@ -215,21 +217,31 @@ class Engine:
         return self._built.attention
 
     def close(self) -> None:
-        """Abort what runs, deliver that, and stop. Can be called again."""
+        """Abort what runs, deliver that, and stop. Can be called again; does nothing in a forked process."""
+        if not self.in_this_process:
+            return
         with self._lock:
             if not self._closing:
                 self._closing = True
                 self._inbox.put(Close())
         self._thread.join()
 
+    @property
+    def in_this_process(self) -> bool:
+        """False in a child made by `os.fork`, which has no thread of the engine."""
+        return os.getpid() == self._pid
+
+    def _check_process(self) -> None:
+        if not self.in_this_process:
+            raise EngineClosed("the engine's threads do not exist in a forked process; load the model after the fork")
+
     # -- the loop's side -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            executor = _Announcing(self._executor, self._announce)
             if self._told is not None:
                 self._told.start()
-            run_loop(self._scheduler, executor, self._depth, self._admit, self._deliver, self._told)
+            run_loop(self._scheduler, self._executor, self._depth, self._admit, self._deliver, self._told)
         except BaseException as error:
             log.exception("the engine died")
             self._die(error)
@@ -257,7 +269,7 @@ class Engine:
                 case Abort(request_id, reason):
                     self._notify(self._scheduler.abort(request_id, reason))
                 case Ping(answer):
-                    answer()
+                    call_safely(answer)
                 case Close():
                     for finished in self._scheduler.abort_all():
                         self._notify(finished)
@@ -267,62 +279,45 @@ class Engine:
         try:
             self._scheduler.add(message.request)
         except InvalidRequest as error:  # the same request twice
-            tell(message.deliver, Finished(message.request, "error", error))
+            call_safely(message.deliver, Finished(message.request, "error", error))
         else:
-            self._subscribers[message.request.id] = message.deliver
-            if message.on_start is not None:
-                self._on_start[message.request.id] = message.on_start
+            self._submitted[message.request.id] = message
 
-    def _announce(self, plan: Plan) -> None:
-        """Tell who asked that their request is about to run for the first time."""
-        for seat in plan.seats:
-            request = self._scheduler.rows.request[seat.row]
-            if request is not None and (on_start := self._on_start.get(request.id)) is not None:
-                on_start()
+    def _announce(self, request: Request) -> None:
+        """The scheduler is about to give the request a row."""
+        on_start = self._submitted[request.id].on_start
+        if on_start is not None and not call_safely(on_start):
+            self._inbox.put(Abort(request.id, "abort"))
 
     def _deliver(self, commit: Commit) -> None:
         for progress in commit.progress:
-            if not tell(self._subscribers[progress.request.id], progress):
+            if not call_safely(self._submitted[progress.request.id].deliver, progress):
                 self._inbox.put(Abort(progress.request.id, "abort"))
         for finished in commit.finished:
             self._notify(finished)
 
     def _notify(self, finished: Finished | None) -> None:
         if finished is not None:
-            self._on_start.pop(finished.request.id, None)
-            tell(self._subscribers.pop(finished.request.id), finished)
+            call_safely(self._submitted.pop(finished.request.id).deliver, finished)
 
     def _die(self, error: BaseException) -> None:
-        """Nobody waits for ever: fail what runs, what waits, and what is still in the inbox."""
+        """Nobody waits for ever: fail what runs, what waits, and what is still in the inbox.
+
+        The scheduler may be what failed, so nothing here depends on its state.
+        """
         with self._lock:
             self._closing = True
             self._error = error
         closed = EngineClosed(f"the engine died: {error}")
-        for finished in self._scheduler.abort_all():
-            self._notify(Finished(finished.request, "error", closed))
+        with contextlib.suppress(Exception):
+            self._scheduler.abort_all()  # brings known tokens back into the requests
+        waiting = list(self._submitted.values())
         while not self._inbox.empty():
             message = self._inbox.get()
             if isinstance(message, Submit):
-                tell(message.deliver, Finished(message.request, "error", closed))
-
-
-class _Announcing:
-    """An executor that says whom a plan seats before it launches the plan."""
-
-    def __init__(self, executor: Executor, announce: Callable[[Plan], None]) -> None:
-        self._executor = executor
-        self._announce = announce
-
-    def launch(self, plan: Plan) -> Ticket:
-        if plan.seats:
-            self._announce(plan)
-        return self._executor.launch(plan)
-
-    def collect(self, ticket: Ticket) -> IntArray:
-        return self._executor.collect(ticket)
-
-    def close(self) -> None:
-        self._executor.close()
+                waiting.append(message)
+        for submitted in waiting:
+            call_safely(submitted.deliver, Finished(submitted.request, "error", closed))
 
 
 def _in_a_thread(fn: Callable[[], Built]) -> Built:

@@ -43,11 +43,11 @@ class Close:
     """Inbox: end everything."""
 
 
-def tell(deliver: Deliver, news: Progress | Finished) -> bool:
-    """Call a client's callback; its trouble stays its own."""
+def call_safely(callback: Callable[..., object], *news: Progress | Finished) -> bool:
+    """Call what a client gave us. Nothing that it raises, `SystemExit` included, reaches the loop."""
     try:
-        deliver(news)
-    except Exception:
-        log.exception("a callback of request %s raised", news.request.id)
+        callback(*news)
+    except BaseException:
+        log.exception("a client's callback raised")
         return False
     return True
