@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from test_sampler import make_store
 
 from gapless.core.params import SamplingParams
+from gapless.core.plan import NO_SAMPLE
 from gapless.runner.draw_kernels import pick
 from gapless.runner.row_store import RowStore
 from gapless.runner.sampler import sample
@@ -109,9 +110,13 @@ def test_stop_tokens_wait_for_min_tokens(temperature: float) -> None:
     assert found[0] != best[0]
 
 
-def test_a_row_of_nothing_but_nan_still_gives_a_token() -> None:
-    logits = torch.full((1, VOCAB), torch.nan, device=DEVICE)
-    store = on_device(make_store([KINDS["drawn"]], seeds=[0]))
-    nothing = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    found = pick(logits, nothing, nothing, store, min_tokens=False, block=64)
-    assert 0 <= int(found[0]) < VOCAB
+@pytest.mark.parametrize("kind", ["drawn", "top_k", "top_p"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
+def test_a_row_without_a_largest_logit_has_no_sample(kind: str, temperature: float, value: float) -> None:
+    logits = some_logits(3)
+    logits[1] = value
+    store = on_device(make_store([replace(KINDS[kind], temperature=temperature)] * 3, seeds=[0, 1, 2]))
+    found, expected = both(logits, store, torch.arange(3, device=DEVICE))
+    assert found == expected
+    assert [token == NO_SAMPLE for token in found] == [False, True, False]

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from gapless.core.plan import NO_SAMPLE
 from gapless.runner.graph_kernels import DecodeInputs, argmax, begin, end
 from gapless.runner.graphs import ladder
 
@@ -42,6 +43,21 @@ def test_a_step_takes_in_blocks_and_moves_real_rows_on() -> None:
     assert out.tolist() == [21, 22, 23, 0]
     assert last_token.tolist() == [21, 22, 13, 0]
     assert length.tolist() == [5, 7, 0, 0]
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
+def test_logits_without_a_largest_have_no_sample_and_leave_a_token_that_can_be_fed(value: float) -> None:
+    logits = torch.zeros(2, 333, device=DEVICE)
+    logits[0] = value
+    tokens = argmax(logits, tile=64)
+    assert tokens.tolist() == [NO_SAMPLE, 0]
+
+    last_token, length = torch.tensor([5, 5, 5, 0], device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    inputs = DecodeInputs(2, DEVICE)
+    inputs.rows.copy_(torch.arange(2))
+    out = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    end(tokens, inputs, last_token, length, out)
+    assert (out.tolist(), last_token.tolist()) == ([NO_SAMPLE, 0], [0, 0, 5, 0])
 
 
 def test_the_ladder_ends_at_the_limit() -> None:

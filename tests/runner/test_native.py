@@ -215,6 +215,31 @@ def test_the_best_token_is_chosen_inside(tiny_dir: Path, threads: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_logits_that_are_no_numbers_fail_their_request_alone(
+    tiny_dir: Path, is_native: bool, temperature: float, depth: int
+) -> None:
+    """From position 30 on there is no rotation: of the native choice and of the sampler's, with scores and without."""
+    params = SamplingParams(
+        max_tokens=12, temperature=temperature, ignore_eos=True, seed=5, logprobs=2 if temperature else None
+    )
+    prompts = ["x" * 24, "short", "y" * 40]
+    with LLM(tiny_dir, **CPU, native=is_native, depth=depth) as llm:
+        whole = llm.generate(prompts, params)
+        runner: Any = llm.engine._built.runner
+        with torch.inference_mode():
+            (runner._model.rotary if is_native else runner._model.rotary.table)[30:] = torch.nan
+        late, unharmed, early = llm.generate(prompts, params)
+    assert unharmed.token_ids == whole[1].token_ids
+    assert (late.finish_reason, early.finish_reason) == ("error", "error")
+    assert late.token_ids == whole[0].token_ids[:7]  # of positions 24 to 30; the token at 30 is fed and gives nothing
+    assert early.token_ids == ()
+    assert "the logits at position 31 are not finite" in str(late.error)
+    assert "the logits at position 40 are not finite" in str(early.error)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_torch_steps_give_the_same_tokens(tiny_dir: Path, temperature: float) -> None:
     params = SamplingParams(max_tokens=20, temperature=temperature, seed=5, top_k=20)
     found = []

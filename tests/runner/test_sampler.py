@@ -14,6 +14,7 @@ from plans import LIMITS
 import oracles
 from gapless.core.limits import Limits
 from gapless.core.params import MAX_STOP_IDS, SamplingParams
+from gapless.core.plan import NO_SAMPLE
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.runner.row_store import RowStore
 from gapless.runner.sampler import draw, forbid_stops, lowest_kept, sample, uniform
@@ -252,3 +253,16 @@ def test_the_highest_temperature_is_nearly_uniform() -> None:
     logits = np.repeat(random_logits(2, 1, 8), count, 0)
     tokens = run(logits, [SamplingParams(temperature=100)] * count, [1] * count, list(range(count)))
     assert np.bincount(tokens, minlength=8).min() > count / 8 * 0.8
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_largest_logit_has_no_sample(temperature: float, value: float) -> None:
+    logits = random_logits(1, 3)
+    expected = run(logits, [SamplingParams(temperature=temperature, top_k=5)] * 3, [1, 2, 3], [4, 5, 6])
+    logits[1] = value
+    found = run(logits, [SamplingParams(temperature=temperature, top_k=5)] * 3, [1, 2, 3], [4, 5, 6])
+    assert found == [expected[0], NO_SAMPLE, expected[2]]
+    logits = random_logits(1, 1)
+    logits[0, 7] = np.nan  # one token that the model cannot judge: no draw over such a row means anything
+    assert run(logits, [SamplingParams(temperature=temperature)], [1], [4]) == [NO_SAMPLE]

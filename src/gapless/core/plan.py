@@ -14,6 +14,7 @@ from gapless.core.params import SamplingParams
 from gapless.core.request import IntArray, LongArray, int_array
 
 NOTHING = int_array(np.empty(0, np.int32))
+NO_SAMPLE = -1  # in place of a sampled token: the largest logit was not a finite number
 
 
 @dataclass(frozen=True, slots=True)

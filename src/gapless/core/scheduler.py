@@ -21,9 +21,10 @@ from gapless.core.outcome import Commit, Counters, Finished, Progress, token_log
 from gapless.core.plan import NOTHING, Chunk, Plan, Seat, score_width
 from gapless.core.prefix_index import ROOT, PrefixIndex
 from gapless.core.request import IntArray, LongArray, Request, RowTable, int_array
-from gapless.errors import InvalidRequest
+from gapless.errors import InvalidRequest, ModelError
 
 NO_BLOCKS = np.empty((0, 3), np.int32)
+NOT_FINITE = "the weights are damaged, or their data type overflows: try dtype float32"
 
 
 class Scheduler:
@@ -284,6 +285,10 @@ class Scheduler:
         if not live.all():
             self.counters.num_overrun += int(len(live) - live.sum())
             sampled, tokens = sampled[live], tokens[live]
+        finished: list[Finished] = []
+        if (missing := tokens < 0).any():  # NO_SAMPLE
+            finished += [self._finish_without_sample(row) for row in sampled[missing].tolist()]
+            sampled, tokens = sampled[~missing], tokens[~missing]
         rows.tokens[sampled, rows.num_tokens[sampled]] = tokens
         rows.num_tokens[sampled] += 1
         rows.pending[sampled] -= 1
@@ -294,13 +299,19 @@ class Scheduler:
         stopped = (tokens[:, None] == rows.stop_ids[sampled]).any(axis=1) & (total >= rows.min_total[sampled])
         over = stopped | (total >= rows.limit[sampled])
         if not over.any():
-            return Commit(len(sampled), progress, ())
-        finished = []
+            return Commit(len(sampled), progress, tuple(finished))
         for row, stop in zip(sampled[over].tolist(), stopped[over].tolist(), strict=True):
             request = rows.request[row]
             assert request is not None
             finished.append(self._finish(request, "stop" if stop else "length"))
         return Commit(len(sampled), progress, tuple(finished))
+
+    def _finish_without_sample(self, row: int) -> Finished:
+        """End a request whose logits had no largest number."""
+        request = self.rows.request[row]
+        assert request is not None
+        error = ModelError(f"the logits at position {self.rows.num_tokens[row]} are not finite; {NOT_FINITE}")
+        return self._finish(request, "error", error)
 
     def fail(self, plan: Plan, error: BaseException) -> Commit:
         """Settle a step that raised: end its requests, and compute all others again from their facts.

@@ -30,6 +30,7 @@ struct Sections {
     int32_t num_decodes, num_chunk_tokens, num_chunks, num_samples, num_score_samples, num_targets, num_new_blocks;
 };
 
+constexpr int32_t NO_SAMPLE = -1;  // core/plan.py has the same number
 enum Status { OK = 0, BAD_TOKEN = 1, BAD_POSITION = 2, TOO_LARGE = 3, NO_MEMORY = 4 };
 
 // A packed plan, section by section; `runner/fill.py` has the order.
@@ -359,6 +360,7 @@ class Engine : public AnyEngine {
         run_product(thread, model_.head, num_rows, 1, normed_ + first * normed_stride_, normed_stride_, done);
     }
 
+    // The first of the largest logits; NO_SAMPLE where they are not finite numbers.
     int64_t best_token(int sample) const {
         float value = -INF;
         int64_t token = 0;
@@ -369,15 +371,17 @@ class Engine : public AnyEngine {
                 if (b.value[lane] > value || (b.value[lane] == value && id < token)) value = b.value[lane], token = id;
             }
         }
-        return token;
+        return -INF < value && value < INF ? token : NO_SAMPLE;
     }
 
     // Moves the rows on; tokens only where they were chosen here.
     void finish(const Plan& plan, bool greedy, int32_t* tokens) {
         for (int i = 0; i < plan.count.num_decodes; i++) rows_.length[plan.decode_rows[i]]++;
         for (int i = 0; i < plan.count.num_chunks; i++) rows_.length[plan.chunk_rows[i]] = plan.chunk_ends[i];
-        for (int i = 0; greedy && i < plan.count.num_samples; i++)
-            tokens[i] = rows_.last_token[plan.sample_rows[i]] = best_token(i);
+        for (int i = 0; greedy && i < plan.count.num_samples; i++) {
+            tokens[i] = best_token(i);
+            rows_.last_token[plan.sample_rows[i]] = std::max(tokens[i], 0);  // NO_SAMPLE is no token
+        }
     }
 
     const Model<T>& model_;

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gapless.core.limits import Limits
-from gapless.core.plan import Plan
+from gapless.core.plan import NO_SAMPLE, Plan
 from gapless.core.request import IntArray, LongArray
 from gapless.core.scheduler import Scheduler
 from gapless.device.base import Buffer, Device
@@ -108,7 +108,7 @@ class CheckedExecutor:
     def _check_tokens(self, plan: Plan, tokens: IntArray) -> None:
         """Those of overruns count for nothing: a failed step may have left them without KV."""
         live = self._scheduler.rows.epoch[plan.sample_rows] == plan.sample_epochs
-        wrong = np.flatnonzero(live & ((tokens < 0) | (tokens >= TOKENS_END)))
+        wrong = np.flatnonzero(live & (tokens != NO_SAMPLE) & ((tokens < 0) | (tokens >= TOKENS_END)))
         for index in wrong.tolist():
             row = int(plan.sample_rows[index])
             request = self._scheduler.rows.request[row]

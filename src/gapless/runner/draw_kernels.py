@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from gapless.core.params import MAX_STOP_IDS
+from gapless.core.plan import NO_SAMPLE
 from gapless.runner.row_store import RowStore
 
 DIGIT_BITS = 2  # of a key, settled by one pass
@@ -137,13 +138,15 @@ def _mass(base, top, warmth, floor_key, floor, VOCAB: tl.constexpr, BLOCK: tl.co
 def _pick(
     logits, rows, places, floats, top_k, seed, tokens,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, KEY_BITS: tl.constexpr, DIGIT_BITS: tl.constexpr,
+    NO_SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """The next token of one row."""
+    """The next token of one row; NO_SAMPLE where its largest logit is not finite."""
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i)
     base = logits + i * VOCAB
     temperature = tl.load(floats + row * 3)
     top, token = _largest(base, VOCAB, BLOCK)
+    fine = (top > -float("inf")) & (top < float("inf"))
     count = tl.load(top_k + row)
     if (temperature > 0) & (count != 1):
         top = _rounded(top, KEY_BITS)
@@ -170,7 +173,7 @@ def _pick(
                 place = start + tl.sum((reached <= target).to(tl.int32), axis=0)
                 token = tl.minimum(place, VOCAB - 1)
             before = after
-    tl.store(tokens + i, token.to(tl.int64))
+    tl.store(tokens + i, tl.where(fine, token, NO_SAMPLE).to(tl.int64))
 
 
 def pick(
@@ -199,6 +202,6 @@ def pick(
     _pick[(num_rows,)](
         logits, rows, places, store.floats, store.top_k, store.seed, tokens,
         VOCAB=vocab, BLOCK=min(block, triton.next_power_of_2(vocab)),
-        KEY_BITS=key_bits, DIGIT_BITS=DIGIT_BITS, num_warps=8,
+        KEY_BITS=key_bits, DIGIT_BITS=DIGIT_BITS, NO_SAMPLE=NO_SAMPLE, num_warps=8,
     )  # fmt: skip
     return tokens

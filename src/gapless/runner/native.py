@@ -160,7 +160,7 @@ class NativeRunner:
             tokens[:] = self._sample(plan, packed.sample_rows.long())
         scores = out[plan.num_samples : plan.num_results].view(-1, score_width(plan.num_top))
         if len(scored):
-            scores[: len(scored)] = score(raw, tokens.long()[scored], plan.num_top)
+            scores[: len(scored)] = score(raw, tokens.long()[scored].clamp(min=0), plan.num_top)
         targets = packed.score_targets.long()
         places = torch.arange(len(targets))
         picked = plan.num_samples + places
@@ -176,7 +176,7 @@ class NativeRunner:
             filtered=plan.any_filtered,
             min_tokens=plan.any_min_tokens,
         )
-        self.rows.last_token[rows] = tokens
+        self.rows.last_token[rows] = tokens.clamp(min=0)  # NO_SAMPLE must not reach the embedding
         return tokens
 
     def _predict(self, picked: Tensor) -> Tensor:

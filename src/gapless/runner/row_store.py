@@ -52,8 +52,8 @@ class RowStore:
         self.stop_ids[rows] = seats[:, 8:].long()
 
     def advance(self, packed: Packed, tokens: torch.Tensor) -> None:
-        """Move lengths past this step's tokens and keep what was sampled."""
+        """Move lengths past this step's tokens and keep what was sampled; NO_SAMPLE must not reach the embedding."""
         self.length[packed.decode_rows.long()] += 1
         if len(packed.chunk_rows):
             self.length[packed.chunk_rows.long()] = packed.chunk_ends.long()
-        self.last_token[packed.sample_rows.long()] = tokens
+        self.last_token[packed.sample_rows.long()] = tokens.clamp(min=0)

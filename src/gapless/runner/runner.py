@@ -162,7 +162,7 @@ class Runner:
         """Write the scores: of the samples that want them, whose logits are `raw`, then of the chunks' targets."""
         scores = out.view(-1, score_width(plan.num_top))
         if len(raw):
-            scores[: len(raw)] = score(raw, tokens[packed.score_samples.long()], plan.num_top)
+            scores[: len(raw)] = score(raw, tokens[packed.score_samples.long()].clamp(min=0), plan.num_top)
         targets = scores[len(raw) :]
         places = hidden, packed.score_tokens.long()
         score_in_slices(self._model.logits, *places, packed.score_targets.long(), targets, self._num_rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from gapless.core.plan import NO_SAMPLE
 from gapless.runner.row_store import RowStore
 
 FIRST_LOOK = 256  # likeliest tokens, in which most filters find their floor
@@ -26,23 +27,26 @@ def sample(
 ) -> torch.Tensor:
     """Tokens [n] int64 for logits [n, vocab]; `places` [n] is the position that each token will have.
 
-    The flags say what any of the rows needs; a row that does not need it is not changed by it.
+    The flags say what any of the rows needs; a row that does not need it is not changed by it. A row whose largest
+    logit is not finite gets NO_SAMPLE.
     """
     logits = logits.float()
     if min_tokens:
         logits = forbid_stops(logits, store.stop_ids[rows], places + 1 < store.min_total[rows])
-    greedy = logits.argmax(dim=-1)
+    greedy = logits.argmax(dim=-1)  # of NaN, if there is any
+    top = logits.gather(1, greedy[:, None])
+    broken = ~top.squeeze(1).isfinite()
     if not random:
-        return greedy
+        return greedy.masked_fill(broken, NO_SAMPLE)
     temperature, top_p, min_p = store.floats[rows].unbind(1)
     warm = temperature > 0
-    below_top = logits - logits.gather(1, greedy[:, None])  # at most 0: no temperature makes it overflow
+    below_top = logits - top  # at most 0: no temperature makes it overflow
     scaled = below_top / torch.where(warm, temperature, 1.0)[:, None]
     if filtered:
         floor = lowest_kept(scaled, store.top_k[rows], top_p, min_p)
         scaled = scaled.masked_fill(scaled < floor[:, None], -torch.inf)
     drawn = draw(scaled, uniform(store.seed[rows], places))
-    return torch.where(warm, drawn, greedy)
+    return torch.where(warm, drawn, greedy).masked_fill(broken, NO_SAMPLE)
 
 
 def forbid_stops(logits: torch.Tensor, stop_ids: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
