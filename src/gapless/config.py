@@ -47,6 +47,9 @@ class EngineOptions:
     kv_memory: int | str | None = _option(None, "memory of the KV cache, such as 2GiB; default: part of the free")
     max_batch_tokens: int | None = _option(None, "tokens in a step at most (512 on CPU, 8192 on GPU)")
     max_num_rows: int | None = _option(None, "requests that run at the same time at most (128 on CPU, 256 on GPU)")
+    max_step_time: float = _option(
+        0.2, "cut prompts so that steps take no more seconds than this while streams run; 0 is no bound"
+    )
     max_model_len: int | None = _option(None, "prompt and output of a request together at most; default: the model's")
     seed: int = _option(0, "where the seeds of requests without one come from")
     load_format: Literal["auto", "dummy"] = _option("auto", "auto, or dummy: random weights, needs only a config.json")
@@ -71,6 +74,7 @@ class EngineOptions:
         for name, high in _POSITIVE.items():
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 1, high)
+        _seconds("max_step_time", self.max_step_time)
         _integer("seed", self.seed, -(2**63), 2**63 - 1)
         for name in ("prefix_cache", "batch_invariant", "native", "check", "record"):
             if not isinstance(getattr(self, name), bool):
@@ -140,6 +144,11 @@ def trace_endpoint() -> str | None:
 def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _seconds(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise ConfigError(f"{name} must be a number of seconds, 0 for no bound, got {value!r}")
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> None:

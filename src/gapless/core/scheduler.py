@@ -8,6 +8,7 @@ Knows no tensors, no device and no text.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
@@ -18,6 +19,7 @@ from gapless.core.block_pool import BlockPool
 from gapless.core.limits import Limits, check_fits
 from gapless.core.making import Making
 from gapless.core.outcome import Commit, Counters, Finished, Progress, token_logprob
+from gapless.core.pace import Pace
 from gapless.core.plan import NOTHING, Chunk, Plan, Seat, score_width
 from gapless.core.prefix_index import ROOT, PrefixIndex
 from gapless.core.request import IntArray, LongArray, Request, RowTable, int_array
@@ -34,9 +36,11 @@ class Scheduler:
         self,
         limits: Limits,
         announce: Callable[[Request], None] = lambda request: None,
+        pace: Pace | None = None,
     ) -> None:
         """announce: called with each request that is about to get a row, before anything else is done for it."""
         self.limits = limits
+        self.pace = pace or Pace(math.inf, limits.max_batch_tokens)
         self._announce = announce
         self.rows = RowTable(limits.num_rows, limits.max_model_len, limits.block_size)
         self.pool = BlockPool(limits.num_blocks, PrefixIndex(limits.block_size))
@@ -89,7 +93,7 @@ class Scheduler:
         self._new_blocks.clear()
         self._preempted.clear()
         decodes = self._plan_decodes()
-        budget = self.limits.max_batch_tokens - len(decodes)
+        budget = self._budget(decodes)
         chunks: list[Chunk] = []
         for row in list(self._prefilling):
             if row in self._preempted:
@@ -102,6 +106,13 @@ class Scheduler:
         if len(decodes) == 0 and not chunks:
             return None
         return self._promise(decodes, chunks, seats)
+
+    def _budget(self, decodes: LongArray) -> int:
+        """Prompt tokens that the step may have: as many as fit, or fewer where a stream would notice a long step."""
+        fits = self.limits.max_batch_tokens - len(decodes)
+        if (self._prefilling or self._waiting) and self.rows.streams[decodes].any():
+            return min(fits, self.pace.chunk_tokens(len(decodes)))
+        return fits
 
     def _plan_decodes(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         rows = self.rows
@@ -239,7 +250,7 @@ class Scheduler:
         promised = rows.num_tokens[samples] + rows.pending[samples]
         score_samples, num_top = self._wanted_scores(samples, chunks)
         self.counters.num_steps += 1
-        return Plan(
+        plan = Plan(
             step=self.counters.num_steps,
             decode_rows=decodes.astype(np.int32),
             chunks=tuple(chunks),
@@ -254,6 +265,8 @@ class Scheduler:
             score_samples=score_samples,
             num_top=num_top,
         )
+        self.pace.begin(plan)
+        return plan
 
     def _wanted_scores(self, samples: LongArray, chunks: list[Chunk]) -> tuple[IntArray, int]:
         """Which samples want log-probabilities, and how many likeliest tokens anybody in the step wants."""
@@ -278,6 +291,7 @@ class Scheduler:
     def commit(self, plan: Plan, results: IntArray) -> Commit:
         """Settle a step: `results[i]` was sampled for `plan.sample_rows[i]`; the plan's scores follow."""
         rows = self.rows
+        self.pace.end(plan)
         sampled, tokens = plan.sample_rows, results[: plan.num_samples]
         live = rows.epoch[sampled] == plan.sample_epochs
         if plan.num_scores:
@@ -320,6 +334,7 @@ class Scheduler:
         planned before an earlier failure was settled wrote nothing that anybody still has: it costs nobody anything,
         or else those who start again would never see a step of their own come back while all steps fail.
         """
+        self.pace.end(plan)
         if plan.step <= self._last_purged_step:
             return Commit(0, (), ())
         self._last_purged_step = self.counters.num_steps

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
@@ -21,6 +22,7 @@ from typing import Any
 
 from gapless.config import EngineOptions
 from gapless.core.outcome import Commit, Counters, Finished
+from gapless.core.pace import Pace
 from gapless.core.params import SamplingParams, derive_seed
 from gapless.core.request import IntArray, Request
 from gapless.core.scheduler import Scheduler
@@ -59,7 +61,8 @@ class Engine:
         self.options = options
         self._built: Built = _in_a_thread(partial(build, options, source, progress))
         self.resolved = self._built.resolved
-        self._scheduler = Scheduler(self.resolved.limits, self._announce)
+        pace = Pace(options.max_step_time or math.inf, self.resolved.limits.max_batch_tokens)
+        self._scheduler = Scheduler(self.resolved.limits, self._announce, pace)
         fixed = options.depth != "auto"
         self._recorder = Recorder(
             kept_steps=traced_steps if options.trace else KEPT_STEPS,
