@@ -1,4 +1,4 @@
-"""An engine process with faults that a prompt can ask for: it kills the process, hangs, raises in a step or before."""
+"""An engine process with faults that a prompt can ask for: a kill, a hang, an error in a step, before it, in a seat."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from gapless.core.request import RowTable
 from gapless.runner.native import NativeRunner
 from gapless.runner.runner import Runner
 from gapless.server.engine_process import main
 from tiny import ids
 
 STEP_S = 0.005  # at least: so that there is time to disturb a run
-KILLS, HANGS, RAISES, DIES = (ids(text) for text in ("~~~~", "^^^^", "````", "{{{{"))
+KILLS, HANGS, RAISES, DIES, SEAT = (ids(text) for text in ("~~~~", "^^^^", "````", "{{{{", "}}}}"))
 
 
 def asks_for(plan: Any, fault: list[int]) -> bool:
-    texts = [chunk.tokens.tolist() for chunk in plan.chunks]
-    return any(text[i : i + len(fault)] == fault for text in texts for i in range(len(text)))
+    return any(has(chunk.tokens.tolist(), fault) for chunk in plan.chunks)
+
+
+def has(text: list[int], fault: list[int]) -> bool:
+    return any(text[i : i + len(fault)] == fault for i in range(len(text)))
 
 
 def faulty(step: Any) -> Any:
@@ -48,7 +52,17 @@ def mortal(fill: Any) -> Any:
     return run
 
 
+def fragile(seat: Any) -> Any:
+    def run(self: Any, request: Any) -> Any:
+        if has(request.prompt.tolist(), SEAT):
+            raise OverflowError("no such row")
+        return seat(self, request)
+
+    return run
+
+
 if __name__ == "__main__":
+    RowTable.seat = fragile(RowTable.seat)  # type: ignore[method-assign]
     for kind in (Runner, NativeRunner):
         kind.step = faulty(kind.step)  # type: ignore[method-assign]
         kind.fill = mortal(kind.fill)  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ import openai
 import pytest
 from servers import Server, eventually, running
 
-KILLS, HANGS, RAISES, DIES = "~~~~", "^^^^", "````", "{{{{"  # what faulty_engine.py listens for
+KILLS, HANGS, RAISES, DIES, SEAT = "~~~~", "^^^^", "````", "{{{{", "}}}}"  # what faulty_engine.py listens for
 PROMPTS = [f"{i} times {i} is" for i in range(24)]
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 400, "temperature": 1.0, "stream": True}
 
@@ -127,7 +127,9 @@ def test_fifty_kills_under_load(faulty: Server) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "most"), [(KILLS, 4), (HANGS, 2), (RAISES, 2), (DIES, 2)], ids=["kills", "hangs", "raises", "dies"]
+    ("fault", "most"),
+    [(KILLS, 4), (HANGS, 2), (RAISES, 2), (DIES, 2), (SEAT, 2)],
+    ids=["kills", "hangs", "raises", "dies", "seat"],
 )
 def test_who_takes_the_engine_down_is_refused_alone(faulty: Server, fault: str, most: int) -> None:
     undisturbed = asyncio.run(stream_all(faulty, PROMPTS))
@@ -150,6 +152,35 @@ def test_a_stuck_engine_is_found_and_replaced(faulty: Server) -> None:
     assert faulty.get("/health")[0] == 200
     assert faulty.get("/ready")[0] == 200
     assert any("no step ended within 2 s" in line["message"] for line in faulty.lines())
+
+
+def test_a_death_before_the_first_step_is_blamed_on_its_request(faulty: Server) -> None:
+    """The engine dies while it gives the request a row: twice, and then the request is refused."""
+    restarts = faulty.metric("gapless_engine_restarts_total")
+    with pytest.raises(openai.InternalServerError, match="running each time the engine died") as caught:
+        faulty.client().completions.create(model="tiny", prompt=SEAT, max_tokens=5)
+    assert caught.value.code == "engine_crash"
+    assert faulty.metric("gapless_engine_restarts_total") == restarts + 2
+    assert faulty.client().completions.create(model="tiny", prompt="late", max_tokens=2).usage
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_stopped_while_it_reloads_is_replaced(tmp_path: Path, long_dir: Path) -> None:
+    flags = ("--num-blocks", "64", "--load-timeout", "12", "--served-model-name", "tiny")
+    with running(tmp_path / "log.jsonl", long_dir, *flags) as server:
+        first = server.engine_pid
+        os.kill(first, signal.SIGKILL)
+        loading = eventually(lambda: [pid for pid in _engines(server.process.pid) if pid != first], server)[0]
+        os.kill(loading, signal.SIGSTOP)
+        assert server.client().completions.create(model="tiny", prompt="late", max_tokens=2).usage
+        assert server.engine_pid not in (first, loading)
+        assert any("loading made no progress within 12 s" in line["message"] for line in server.lines())
+
+
+def _engines(parent: int) -> list[int]:
+    """Engine processes of a server, those that load too."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in children if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_cancelled_prefills_change_no_other_answer(faulty: Server) -> None:

@@ -75,6 +75,7 @@ def format_summary(summary: Summary, slo: str) -> str:
         f"{summary.num_requests} requests in {summary.seconds:.1f} s, {summary.num_errors} errors, "
         f"{summary.requests_per_s:.2f} requests/s, {summary.output_tokens_per_s:.0f} output tokens/s",
         f"goodput {summary.goodput_per_s:.2f} requests/s: {summary.good_share:.0%} within {slo}",
+        f"longest gap in a stream: {summary.gap_ms.get('max', 0.0):.0f} ms",
         "",
         f"{'ms':<26}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p99", "max")),
     ]

@@ -100,15 +100,39 @@ def main(socket_fd: int, started_fd: int) -> None:
 
 def load(channel: ChildChannel[ToEngine], options: EngineOptions) -> Engine:
     """Build the engine, telling how far it got; a failure is told too, and ends the process."""
-
-    def progress(done: int, total: int) -> None:
-        channel.send(Loading(done, total))
-
     try:
-        return Engine(options, resolve(options.model), progress, TRACED_STEPS)
+        with LoadingSigns(channel) as signs:
+            return Engine(options, resolve(options.model), signs.progress, TRACED_STEPS)
     except Exception as error:
         channel.send(LoadFailed(str(error) if isinstance(error, GaplessError) else f"{type(error).__name__}: {error}"))
         os._exit(EXIT_FAILED)
+
+
+class LoadingSigns:
+    """Tells the parent every fraction of a second how far loading has got, while the block runs."""
+
+    def __init__(self, channel: ChildChannel[ToEngine]) -> None:
+        self._channel = channel
+        self._done, self._total = 0, 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=_or_exit, args=(self._send,), name="gapless-loading", daemon=True)
+
+    def progress(self, done: int, total: int) -> None:
+        self._done, self._total = done, total
+
+    def __enter__(self) -> LoadingSigns:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _send(self) -> None:
+        while True:
+            self._channel.send(Loading(self._done, self._total, round(time.process_time(), 1)))
+            if self._over.wait(PULSE_S):
+                return
 
 
 class EngineProcess:

@@ -67,10 +67,11 @@ ToEngine = Start | Submit | Abort | Ping | ReadTimeline | Close
 
 
 class Loading(Message, frozen=True):
-    """How many tensors are loaded, of how many."""
+    """How many tensors are loaded, of how many. Sent every fraction of a second by a thread that does not load."""
 
     done: int
     total: int
+    processor_s: float = 0.0  # time that all threads have used, to a tenth: it stands still where loading is stuck
 
 
 class LoadFailed(Message, frozen=True):

@@ -49,6 +49,9 @@ class ServerOptions:
     write_timeout: float = _option(60.0, "seconds without a byte taken of a stream, before its client is gone")
     template_timeout: float = _option(2.0, "seconds that the chat template may take to render a conversation")
     health_timeout: float = _option(10.0, "seconds that the engine may take to answer /health")
+    load_timeout: float = _option(
+        120.0, "seconds without progress of a load after which the engine is killed and restarted"
+    )
     step_timeout: float = _option(60.0, "seconds without a step's end after which the engine is killed and restarted")
     drain_timeout: float = _option(30.0, "seconds that running requests get to finish after SIGTERM")
 
@@ -63,7 +66,7 @@ class ServerOptions:
         _whole("max_stop", self.max_stop, 0, MAX_STOP_STRINGS)
         if "" in self.served_model_name:
             raise ConfigError("served_model_name must not be empty")
-        for name in ("request", "header", "body", "write", "template", "health", "step"):
+        for name in ("request", "header", "body", "write", "template", "health", "load", "step"):
             _seconds(f"{name}_timeout", getattr(self, f"{name}_timeout"), above_zero=True)
         _seconds("drain_timeout", self.drain_timeout, above_zero=False)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:

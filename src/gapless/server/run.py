@@ -30,6 +30,7 @@ from gapless.server.service import Service
 from gapless.server.supervisor import ENGINE_COMMAND, Supervisor
 from gapless.server.template_process import Renderer, Template
 from gapless.server.traces import Traces
+from gapless.server.watchdog import Watchdog
 from gapless.server.wire import Http
 from gapless.text import load_tokenizer
 from gapless.text.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ async def _serve(
     writer: LineWriter,
     command: Sequence[str],
 ) -> int:
-    supervisor = Supervisor(engine, step_timeout_s=options.step_timeout, command=command)
+    supervisor = Supervisor(engine, Watchdog(options.load_timeout, options.step_timeout), command)
     renderer = Renderer(_template(tokenizer), options.template_timeout)
     service = Service(options, supervisor, tokenizer, renderer, options.served_model_name or (source.name,))
     metrics = Metrics(supervisor)

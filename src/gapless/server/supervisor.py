@@ -45,6 +45,7 @@ from gapless.server.messages import (
     pack_tokens,
 )
 from gapless.server.roster import Flight, Roster
+from gapless.server.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ WATCH_S = 0.1
 CLOSE_S = 2.0  # for the engine process to end by itself
 TRACE_S = 60.0  # and to write its timeline, where one is wanted
 STARTED_BYTES = 8
+LOAD_TIMEOUT_S, STEP_TIMEOUT_S = 120.0, 60.0
 
 
 class EngineFailed(GaplessError):
@@ -64,7 +66,7 @@ class Supervisor:
     """The engine as the API sees it: submit, abort, ping; always there, sometimes slow."""
 
     def __init__(
-        self, options: EngineOptions, *, step_timeout_s: float = 60.0, command: Sequence[str] = ENGINE_COMMAND
+        self, options: EngineOptions, watchdog: Watchdog | None = None, command: Sequence[str] = ENGINE_COMMAND
     ) -> None:
         self.options = options
         self.roster = Roster(2 if options.depth == "auto" else options.depth)
@@ -77,7 +79,7 @@ class Supervisor:
         self.loaded_share = 0.0  # of the tensors of the engine that is starting
         self.first_ready = asyncio.Event()
         self.is_ready = False
-        self._step_timeout_s = step_timeout_s
+        self._watchdog = watchdog or Watchdog(LOAD_TIMEOUT_S, STEP_TIMEOUT_S)
         self._command = tuple(command)
         self._closing = False
         self._num_flights = 0
@@ -86,8 +88,6 @@ class Supervisor:
         self._channel: ParentChannel[FromEngine] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._started_fd = -1
-        self._moved_s = 0.0  # when the loop was last seen to move, or idle
-        self._turns = -1
         self._blamed: Collection[int] = ()
         self._cause = ""
         self._num_oom_kills = 0  # of this machine, when the engine process was started
@@ -196,6 +196,7 @@ class Supervisor:
         os.set_blocking(self._started_fd, False)
         self._blamed, self._cause, self.loaded_share = (), "", 0.0
         self._num_oom_kills = count_oom_kills()
+        self._watchdog.start()
         try:
             self._process = spawn(self._command, (theirs.fileno(), started_w))
         finally:
@@ -255,19 +256,15 @@ class Supervisor:
     # -- watching ----------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Kill an engine whose loop stands still. Start-up has no deadline: loading takes what it takes."""
-        while True:
+        """Kill an engine that stands still."""
+        while (overdue := self._watchdog.overdue()) is None:
             await asyncio.sleep(WATCH_S)
-            if self.is_ready and time.monotonic() - self._moved_s > self._step_timeout_s:
-                self._cause = f"no step ended within {self._step_timeout_s:g} s"
-                self.kill()
-                return
+        self._cause = overdue
+        self.kill()
 
     def _observe(self, pulse: Pulse) -> None:
         self.pulse = pulse
-        if pulse.idle or pulse.num_turns != self._turns:
-            self._turns = pulse.num_turns
-            self._moved_s = time.monotonic()
+        self._watchdog.see_pulse(pulse)
         for callback in self.on_pulse:
             callback(pulse)
 
@@ -303,11 +300,12 @@ class Supervisor:
             case LoadFailed(text):
                 self._cause = text
             case Loading(done, total):
+                self._watchdog.see_loading(message)
                 self.loaded_share = done / max(total, 1)
 
     def _be_ready(self, info: Ready) -> None:
         self.info = info
-        self._moved_s, self._turns = time.monotonic(), -1
+        self._watchdog.ready()
         self.is_ready = True
         self.first_ready.set()
         log.info("the engine is ready", extra={"pid": self.pid, "device": info.device, "resumed": len(self.roster)})
