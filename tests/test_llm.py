@@ -139,12 +139,13 @@ def test_min_tokens_keeps_stop_tokens_away(tiny_llm: LLM, tiny_dir: Path) -> Non
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 def test_a_top_p_of_zero_is_greedy(make_llm, native: bool) -> None:
     llm = make_llm(native=native)
-    greedy, zero, both = llm.generate(
-        ["Hello"] * 3,
+    greedy, zero, both, _ = llm.generate(
+        ["Hello"] * 4,
         [
             SamplingParams(max_tokens=16, temperature=0, ignore_eos=True),
             SamplingParams(max_tokens=16, temperature=3.0, top_p=0, ignore_eos=True),
             SamplingParams(max_tokens=16, temperature=3.0, top_p=0, top_k=9, seed=4, ignore_eos=True),
+            SamplingParams(max_tokens=16, temperature=3.0, top_p=0.9, ignore_eos=True),  # the step draws and filters
         ],
     )
     assert greedy.token_ids == zero.token_ids == both.token_ids

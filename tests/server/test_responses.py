@@ -71,6 +71,7 @@ ASKED: dict[str, Any] = {
     "prompt_cache_key": "k",
     "max_tool_calls": 3,
     "parallel_tool_calls": True,
+    "tool_choice": "auto",
 }
 
 

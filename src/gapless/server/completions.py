@@ -81,7 +81,10 @@ class CompletionAnswer:
             tokens = [*prompt, *tokens]
             starts = [*await prompt_starts(self._texts.tokenizer, prompt), *starts]
             scores = [*choice.flight.prompt_logprobs, *scores]
-        return await tell_completion_logprobs(self._texts, tokens, scores, starts, self._body.logprobs or 0)
+        count = self._body.logprobs or 0
+        return await tell_completion_logprobs(
+            self._texts, tokens, scores, starts, count, begins=begins or told.start == 0
+        )
 
     async def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
         count, scores = self._body.prompt_logprobs, choice.flight.prompt_logprobs

@@ -121,14 +121,23 @@ async def prompt_starts(tokenizer: Tokenizer | None, prompt: Sequence[int]) -> l
 
 
 async def tell_completion_logprobs(
-    texts: TokenTexts, tokens: Sequence[int], scores: Sequence[Scores], starts: Sequence[int], num_top: int
+    texts: TokenTexts,
+    tokens: Sequence[int],
+    scores: Sequence[Scores],
+    starts: Sequence[int],
+    num_top: int,
+    *,
+    begins: bool = True,
 ) -> dict[str, Any]:
-    """Of a completion: four lists side by side, an entry for each token; null where a prompt's first has no score."""
+    """Of a completion, or of a piece of it: four lists side by side; null where a prompt's first token has no score.
+
+    `begins`: the first token begins the text.
+    """
     told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     places = iter(zip(tokens, starts, strict=True))
     async for score in _unpacked(scores):
         token, start = next(places)
-        told["tokens"].append(texts.text(token))
+        told["tokens"].append(texts.text(token, first=begins and not told["tokens"]))
         told["token_logprobs"].append(None if score is None else max(score.logprob, LEAST))
         told["top_logprobs"].append(None if score is None else _top(texts, score, num_top))
         told["text_offset"].append(start)

@@ -139,7 +139,7 @@ class ResponseAnswer:
             "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": "none",
+            "tool_choice": (body.model_extra or {}).get("tool_choice") or "none",
             "tools": [],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
