@@ -22,10 +22,10 @@ from gapless.errors import GaplessError
 
 SAMPLING_HELP = {
     "max_tokens": "most tokens to generate",
-    "min_tokens": "no end-of-sequence or stop token before this many",
+    "min_tokens": "no stop before this many: no end-of-sequence or stop token, and no stop string",
     "temperature": "0 is greedy",
     "top_k": "keep the k likeliest tokens; 0 keeps all",
-    "top_p": "keep the likeliest tokens that together reach this probability",
+    "top_p": "keep the likeliest tokens that together reach this probability; 0 is greedy",
     "min_p": "keep tokens at least this likely, relative to the likeliest",
     "ignore_eos": "go on past the end-of-sequence token",
 }
