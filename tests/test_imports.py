@@ -16,7 +16,8 @@ ROOT = Path(gapless.__file__).parent
 PACKAGE = "gapless"
 LEAVES = ("errors", "config", "garbage", "progress")
 VALUES = ("core.params", "core.outcome", "core.request")
-TOP_LEVEL = ("client", "llm", "async_llm", "report", "batch_file", "commands", "cli")
+FILES_OF_RUN = ("prompt_file", "part_file", "file_lock", "result_file", "console")
+TOP_LEVEL = ("client", "llm", "async_llm", "report", *FILES_OF_RUN, "commands", "cli")
 BENCH = ("bench",)
 PROOF = ("proof",)
 
