@@ -156,6 +156,6 @@ def test_an_interrupted_run_keeps_what_is_done_and_goes_on(tmp_path: Path) -> No
     write_lines(tmp_path / "in.jsonl", [{**line, "max_tokens": 2} for line in short])
     other = subprocess.run(command, capture_output=True, text=True, check=False)
     assert other.returncode == 2
-    assert "another run" in other.stderr
+    assert "different run" in other.stderr
     assert main([*arguments, "--restart"]) == 0
     assert {record["id"]: record for record in read_results(out)[:4]} == kept

@@ -55,6 +55,7 @@ def interrupt_on_signals() -> None:
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal was_asked
         if was_asked:
+            say("gapless: stopped at once")
             os._exit(EXIT_INTERRUPTED)
         was_asked = True
         raise KeyboardInterrupt

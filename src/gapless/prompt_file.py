@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -67,14 +68,13 @@ def read_prompts(path: str, stdin: BinaryIO) -> Prompts:
     return Prompts(lines, digest.hexdigest())
 
 
-def read_text(path_or_text: str, stdin: BinaryIO) -> str:
-    """A prompt from the command line; `-` is standard input. Raises InvalidRequest."""
-    if path_or_text != "-":
-        return path_or_text
+def read_text(argument: str, stdin: BinaryIO) -> str:
+    """A prompt from the command line, in UTF-8 whatever the locale; `-` is standard input. Raises InvalidRequest."""
     try:
-        return stdin.read().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"standard input: cannot be read as UTF-8 text: {error}") from None
+        return (stdin.read() if argument == "-" else os.fsencode(argument)).decode("utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        name = "standard input" if argument == "-" else "the prompt"
+        raise InvalidRequest(f"{name}: cannot be read as UTF-8 text: {error}") from None
 
 
 def read_lines(raws: Iterable[bytes]) -> Iterator[Line | BadLine]:

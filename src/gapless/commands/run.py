@@ -101,7 +101,7 @@ def _open(
         skip_damaged=args.skip_damaged,
     )
     if isinstance(results, ResultStream):
-        console.say(f"{results.name}: not a plain file; results are written as they complete, without a way to resume")
+        console.say(f"results go to {results.name} as they complete; such a run cannot be resumed")
     elif results.done:
         console.say(f"resuming from {results.part.path}: {len(results.done)} prompts are done (--restart starts over)")
     return results
