@@ -30,10 +30,10 @@ sys.exit(cli.main(["info"]))
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
 
 
-def stub(body: str, shell: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `gapless info` with another body, its streams redirected by the shell."""
+def stub(body: str, shell: str = "", before: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `gapless info` with a different body, its streams redirected by the shell."""
     lines = "\n".join("    " + line for line in body.splitlines())
-    command = ["bash", "-c", f'"$0" -c "$1" {shell}', sys.executable, STUB.replace("{body}", lines)]
+    command = ["bash", "-c", f'{before}"$0" -c "$1" {shell}', sys.executable, STUB.replace("{body}", lines)]
     return subprocess.run(command, check=False, timeout=60, text=True, **{"capture_output": True} | options)
 
 
@@ -101,6 +101,11 @@ def test_the_first_signal_interrupts_and_the_second_ends_the_process(signal: str
     assert (done.returncode, done.stderr) == (130, "gapless: interrupted\n")
     done = stub(f"try:\n    {kill}\nfinally:\n    {kill}")
     assert (done.returncode, done.stderr) == (130, "gapless: stopped at once\n")
+
+
+def test_a_signal_that_is_ignored_from_the_start_stays_ignored() -> None:
+    done = stub("import signal; os.kill(os.getpid(), signal.SIGINT); print('on')", before="trap '' INT; ")
+    assert (done.returncode, done.stdout) == (0, "on\n")
 
 
 def test_a_bar_needs_no_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,17 +111,17 @@ results.finish()
 """
 
 
-@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
-def test_standard_output_is_a_stream_even_if_it_is_a_plain_file(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "out"
+@pytest.mark.parametrize("name", ["-", "/dev/stdout", "/dev/stderr"])
+def test_standard_streams_are_streams_even_if_they_are_plain_files(tmp_path: Path, name: str) -> None:
+    path, stream = tmp_path / "out", "stderr" if name == "/dev/stderr" else "stdout"
     with path.open("wb") as out:
         out.write(b"before\n")
         out.flush()
-        subprocess.run([sys.executable, "-c", STREAM, name], stdout=out, check=True)
+        subprocess.run([sys.executable, "-c", STREAM, name], check=True, **{stream: out})
         out.write(b"after\n")
     assert path.read_bytes() == b'before\n{"index": 0}\nafter\n'
     piped = subprocess.run([sys.executable, "-c", STREAM, name], capture_output=True, check=True)
-    assert piped.stdout == b'{"index": 0}\n'
+    assert getattr(piped, stream) == b'{"index": 0}\n'
 
 
 def test_a_stream_whose_reader_has_gone_or_that_is_full_says_so(tmp_path: Path) -> None:

@@ -49,7 +49,10 @@ def mute_stdout() -> None:
 
 
 def interrupt_on_signals() -> None:
-    """The first SIGINT or SIGTERM raises KeyboardInterrupt; the second ends the process at once."""
+    """The first SIGINT or SIGTERM raises KeyboardInterrupt; the second ends the process at once.
+
+    A signal that is ignored from the start stays ignored, as with `nohup` and in background jobs.
+    """
     was_asked = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -61,4 +64,5 @@ def interrupt_on_signals() -> None:
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, on_signal)

@@ -24,7 +24,7 @@ from gapless.prompt_file import Line
 if TYPE_CHECKING:  # it would load torch
     from gapless.client import Completion
 
-STDOUT = 1
+STDOUT, STDERR = 1, 2
 COPY_BYTES = 1 << 20
 
 
@@ -124,9 +124,10 @@ def open_results(
     name: str, belongs_to: str, num_lines: int, *, restart: bool, skip_damaged: bool
 ) -> ResultFile | ResultStream:
     """The place that `-o` names; `-` is standard output. Raises ConfigError where nothing can be written."""
-    status = _status(name)
-    if name == "-" or (status is not None and os.path.samestat(status, os.fstat(STDOUT))):
-        return ResultStream("standard output", io.FileIO(os.dup(STDOUT), "w"))
+    status = os.fstat(STDOUT) if name == "-" else _status(name)
+    for descriptor in (STDOUT, STDERR):
+        if status is not None and os.path.samestat(status, os.fstat(descriptor)):
+            return ResultStream("standard output" if name == "-" else name, io.FileIO(os.dup(descriptor), "w"))
     if status is None or stat.S_ISREG(status.st_mode):
         path = Path(os.path.realpath(name))
         return ResultFile(path, belongs_to, num_lines, restart=restart, skip_damaged=skip_damaged)
