@@ -197,7 +197,7 @@ def test_a_part_file_of_a_different_run_is_not_touched(tmp_path: Path) -> None:
     first = ResultFile(path, "me", 1)
     first.add({"index": 0, "id": 0, "text": "precious"})
     first.close()
-    with pytest.raises(ConfigError, match=r"different run.*--restart"):
+    with pytest.raises(ConfigError, match=r"^[^:]*out.jsonl.part holds results of a different run.*--restart"):
         ResultFile(path, "somebody else", 1)
     anew = ResultFile(path, "somebody else", 1, restart=True)
     assert anew.done == set()
@@ -207,6 +207,21 @@ def test_a_part_file_of_a_different_run_is_not_touched(tmp_path: Path) -> None:
     anew.add({"index": 0, "id": 0, "text": "new"})
     anew.close()
     assert "precious" not in first.part.path.read_text()
+
+
+def test_a_header_without_results_keeps_nobody_out(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    first = ResultFile(path, "somebody else", 1)
+    first.add({"index": 0})
+    first.close()
+    header = first.part.path.read_bytes().split(b"\n")[0]
+    first.part.path.write_bytes(header + b'\n{"index": 0, "te')
+    file = ResultFile(path, "me", 1)
+    file.add({"index": 0, "text": "mine"})
+    file.close()
+    file = ResultFile(path, "me", 1)
+    file.finish()
+    assert results(path) == [{"index": 0, "text": "mine"}]
 
 
 def test_no_part_file_is_left_without_a_result(tmp_path: Path) -> None:
@@ -307,7 +322,7 @@ def test_a_sound_line_that_cannot_be_is_damage(part: Path, line: bytes, words: s
 def test_a_damaged_head_is_line_1(part: Path, head: bytes) -> None:
     lines = part.read_bytes().split(b"\n")
     part.write_bytes(b"\n".join([head, *lines[1:]]))
-    with pytest.raises(ConfigError, match=r"part:1: the head"):
+    with pytest.raises(ConfigError, match=r"part:1: the header"):
         resume(part)
     file = resume(part, skip_damaged=True)
     assert len(file.done) == 10

@@ -76,6 +76,10 @@ def sync_folder(path: Path) -> None:
             os.close(folder)
 
 
+class _Damage(Exception):
+    """Why a line does not count."""
+
+
 @dataclass(slots=True)
 class Contents:
     """The lines of a part file that count."""
@@ -182,26 +186,30 @@ class PartFile:
         found = Contents()
         with self._reader() as file:
             file.seek(0)
-            for number, raw in enumerate(_whole_lines(file), start=1):
+            lines = enumerate(_whole_lines(file), start=1)
+            for number, raw in lines:
                 try:
-                    if number == 1:
-                        self._check_header(raw)
-                    else:
+                    if number > 1:
                         self._take(found, raw, num_lines)
-                except ValueError as error:
-                    found.damaged.append(f"{number}: {error}")
+                    elif not self._is_ours(raw):
+                        self._refuse_results(next(lines, None))
+                        return Contents()
+                except _Damage as damage:
+                    found.damaged.append(f"{number}: {damage}")
                 found.end += len(raw)
             if found.end == 0:
                 file.seek(0)
                 self._check_cut_header(file.read(len(HEADER_START)))
         return found
 
-    def _check_header(self, raw: bytes) -> None:
+    def _is_ours(self, header: bytes) -> bool:
         try:
-            header = _unseal(raw, 0)
-        except ValueError:
-            raise ValueError("the head is damaged, or of a different version of Gapless") from None
-        if header.get("part_of") != self._belongs_to:
+            return bool(_unseal(header, 0).get("part_of") == self._belongs_to)
+        except _Damage:
+            raise _Damage("the header is damaged, or of a different version of Gapless") from None
+
+    def _refuse_results(self, first: object) -> None:
+        if first is not None:
             raise ConfigError(
                 f"{self.path} holds results of a different run (other prompts, model or parameters); "
                 "move it away, or add --restart to overwrite it"
@@ -216,9 +224,9 @@ class PartFile:
         record = _unseal(raw, self._seed)
         index = record.get("index")
         if type(index) is not int or not 0 <= index < num_lines:
-            raise ValueError(f"index {index!r} is not one of the {num_lines} prompts")
+            raise _Damage(f"index {index!r} is not one of the {num_lines} prompts")
         if index in found.offsets and index not in found.failed:
-            raise ValueError(f"a second result for index {index}")
+            raise _Damage(f"a second result for index {index}")
         found.offsets[index] = found.end
         if "error" in record:
             found.failed.add(index)
@@ -245,10 +253,10 @@ def _seal(body: bytes, seed: int) -> bytes:
 
 
 def _unseal(raw: bytes, seed: int) -> Record:
-    """The record of a line. Raises ValueError, which says what is wrong with it."""
+    """The record of a line. Raises _Damage."""
     body = raw[: -CRC_LENGTH - 1] + b"}"
     if raw[-CRC_LENGTH - 1 :] != _crc(body, seed):
-        raise ValueError("damaged, edited or of a different run: its checksum is wrong")
+        raise _Damage("damaged, edited or of a different run: its checksum is wrong")
     record = json.loads(body)
     assert isinstance(record, dict)
     return record
