@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +69,78 @@ def test_damaged_index(tmp_path: Path) -> None:
     save_hf(tmp_path, max_shard_size="30KB")
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CorruptModel, match=r"index\.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "named"),
+    [
+        ({"weight_map": 5}, "weight_map is 5"),
+        ({"weight_map": {"a": 5}}, "'a' lies in 5"),
+        ({"weight_map": {"a": ["b"]}}, "'a' lies in"),
+        ({"weight_map": {"a": "../model.safetensors"}}, "outside the model's folder"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "outside the model's folder"),
+        ({"weight_map": {"a": "none.safetensors"}}, r"none\.safetensors: this shard is missing"),
+        ({"weight_map": {"a": "x" * 5000}}, "xxx"),
+        ({"weight_map": {"a": "\0"}}, "shard"),
+        ({"weight_map": {"a": ""}}, "is a folder"),
+        ({"weight_map": {}}, r"no \*\.safetensors"),
+    ],
+)
+def test_indexes_that_name_no_files(tmp_path: Path, index: Any, named: str) -> None:
+    save_hf(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CorruptModel, match=named):
+        load(tmp_path)
+
+
+NAMES = ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_that_are_none(tmp_path: Path, name: str) -> None:
+    save_hf(tmp_path)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(CorruptModel, match=f"{name}: is a FIFO, not a regular file"):
+        load(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CorruptModel, match=f"{name}: is a folder"):
+        load(tmp_path)
+    path.rmdir()
+    for target in (path, tmp_path / "nowhere"):
+        path.symlink_to(target)
+        with pytest.raises(CorruptModel, match=f"{name}: cannot be read"):
+            load(tmp_path)
+        path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(CorruptModel, match=f"{name}: is a device"):
+        load(tmp_path)
+
+
+def test_links_to_files_are_read(tmp_path: Path) -> None:
+    """The hub's cache is made of them."""
+    save_hf(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    load(tmp_path / "snapshot")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_deep_large_and_foreign_json(tmp_path: Path, name: str) -> None:
+    save_hf(tmp_path)
+    path = tmp_path / name
+    path.write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(CorruptModel, match=f"{name}: is nested too deeply"):
+        load(tmp_path)
+    path.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(CorruptModel, match=f"{name}: is not UTF-8"):
+        load(tmp_path)
+    os.truncate(path, 2**40)
+    with pytest.raises(CorruptModel, match=f"{name}: is larger than"):
         load(tmp_path)
 
 

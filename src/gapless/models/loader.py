@@ -3,17 +3,16 @@
 Owns the order of loading. Knows no file format (`weights`, `config`) and no layer (`llama`).
 """
 
-import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gapless.errors import CorruptModel
 from gapless.models.config import ModelConfig
+from gapless.models.files import read_object
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.llama import CausalLM, ReadWeight, weight_shapes
 from gapless.models.source import ModelSource
@@ -29,8 +28,8 @@ _MAX_NAMED = 5
 def load_config(source: ModelSource) -> ModelConfig:
     if source.kind == "gguf":
         return ModelConfig.from_gguf(GGUFFile(source.path))
-    generation = source.path / "generation_config.json"
-    return ModelConfig.from_hf(_read_json(source.path / "config.json"), _read_json(generation, optional=True))
+    generation = read_object(source.path / "generation_config.json", optional=True)
+    return ModelConfig.from_hf(read_object(source.path / "config.json"), generation)
 
 
 def load_model(
@@ -116,15 +115,3 @@ class _Reader:
         if self._progress is not None:
             self._progress(self._num_read, self._num_total)
         return tensor
-
-
-def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    if optional and not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CorruptModel(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise CorruptModel(f"{path}: holds a {type(content).__name__}, not an object")
-    return content

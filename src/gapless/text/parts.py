@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
+from gapless.errors import CorruptModel
+
 
 @dataclass(frozen=True)
 class TokenizerParts:
     backend: Backend
     bos_token: str | None = None
     eos_token: str | None = None
-    eos_token_ids: tuple[int, ...] = ()
     chat_template: str | None = None
     clean_up_spaces: bool = False
 
@@ -26,4 +27,7 @@ def bos_eos_processor(backend: Backend, bos: str | None, eos: str | None) -> pro
     """The post-processor that puts `bos` before and `eos` after every text; None leaves that side bare."""
     single = " ".join(part for part in (bos, "$A", eos) if part is not None)
     specials = [(token, backend.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
-    return processors.TemplateProcessing(single=single, pair=f"{single} $B", special_tokens=specials)
+    try:
+        return processors.TemplateProcessing(single=single, pair=f"{single} $B", special_tokens=specials)
+    except ValueError as error:  # a token may look like a placeholder
+        raise CorruptModel(f"bos {bos!r} and eos {eos!r} cannot be put around a text: {error}") from error
