@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import CPU, full_logits, load, random_tokens, raw_config, save_gguf, save_hf
 
-from gapless.errors import CorruptModel, UnsupportedModel
+from gapless import LLM
+from gapless.errors import ConfigError, CorruptModel, UnsupportedModel
 from gapless.models.loader import load_config, load_model
 from gapless.models.source import resolve
 
@@ -172,6 +174,48 @@ def test_unused_tensors_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.DEBUG, "gapless"):
         load(tmp_path)
     assert "rotary.inv_freq" in caplog.text
+
+
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", Q_PROJ, NORM])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_not_finite(tmp_path: Path, name: str, value: float, dtype: torch.dtype) -> None:
+    save_hf(tmp_path)
+    tensor = load_file(tmp_path / "model.safetensors")[name]
+    tensor.view(-1)[7] = value
+    tensor.view(-1)[9] = -value  # their sum is NaN, not zero
+    rewrite(tmp_path / "model.safetensors", {name: tensor})
+    with pytest.raises(CorruptModel, match=rf"model\.safetensors: tensor {name} has values that are NaN or infinite"):
+        load(tmp_path, dtype=dtype)
+
+
+def test_large_weights_whose_sum_overflows_are_fine(tmp_path: Path) -> None:
+    save_hf(tmp_path)
+    rewrite(tmp_path / "model.safetensors", {NORM: torch.full((48,), 60_000.0)})
+    load(tmp_path, dtype=torch.float16)
+    rewrite(tmp_path / "model.safetensors", {NORM: torch.full((48,), 3e38)})
+    load(tmp_path)
+    with pytest.raises(ConfigError, match=rf"dtype float16 is too narrow for the values of tensor {NORM}; use bfloat"):
+        load(tmp_path, dtype=torch.float16)
+
+
+def test_a_gguf_whose_weights_are_not_finite(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    save_gguf(path, "llama")
+    content = path.read_bytes()
+    path.write_bytes(content[:-4] + struct.pack("<f", float("nan")))
+    with pytest.raises(CorruptModel, match=r"m\.gguf: tensor .* NaN or infinite"):
+        load(path)
+
+
+def test_native_steps_refuse_them_too(tmp_path: Path) -> None:
+    save_hf(tmp_path)
+    rewrite(tmp_path / "model.safetensors", {NORM: torch.full((48,), float("nan"))})
+    with pytest.raises(CorruptModel, match="NaN or infinite"):
+        LLM(tmp_path, device="cpu")
 
 
 def test_gguf_missing_tensor(tmp_path: Path) -> None:
