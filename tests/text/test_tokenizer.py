@@ -132,7 +132,7 @@ def test_special_tokens_of_the_wrong_type(directory: Path, key: str, value: Any)
         Tokenizer.from_directory(write(directory, tokenizer_config={key: value}))
 
 
-@pytest.mark.parametrize("value", [5, True, ["<s>"], {"content": [1]}])
+@pytest.mark.parametrize("value", [5, True, ["<s>"], {"content": [1]}, "\ud800"])
 def test_a_named_token_of_the_wrong_type(directory: Path, value: Any) -> None:
     with pytest.raises(CorruptModel, match="eos_token is"):
         Tokenizer.from_directory(write(directory, tokenizer_config={"eos_token": value}))

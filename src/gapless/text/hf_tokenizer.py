@@ -62,9 +62,14 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _content(token: object, name: str) -> str | None:
     """A special token is written as a string or as a serialized AddedToken."""
     content = token.get("content") if isinstance(token, dict) else token
-    if content is not None and not isinstance(content, str):
+    if content is not None and not (isinstance(content, str) and _is_unicode(content)):
         raise CorruptModel(f"tokenizer_config.json: {name} is {shown(token)}, not a token")
     return content
+
+
+def _is_unicode(text: str) -> bool:
+    """False for lone surrogates, which JSON can spell and no tokenizer can hold."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _mark_special(backend: Backend, config: Mapping[str, Any]) -> None:
