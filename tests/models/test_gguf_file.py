@@ -1,17 +1,19 @@
 """The header parser and dequantization against the gguf package; damaged files raise CorruptModel and nothing else."""
 
+import errno
 import os
 import random
 import struct
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import gguf
 import numpy as np
 import pytest
 from tiny_models import load, save_gguf
 
-from gapless.errors import CorruptModel, ModelError, ModelNotFound, UnsupportedModel
+from gapless.errors import CapacityError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 from gapless.models.gguf_file import GGUFFile
 
 
@@ -153,3 +155,10 @@ def test_a_vocabulary_that_is_no_table(tmp_path: Path) -> None:
     save_gguf(tmp_path / "m.gguf", "llama", drop="token_embd.weight", extra={"token_embd.weight": np.ones(3, "f4")})
     with pytest.raises(CorruptModel, match=r"token_embd\.weight has shape \(3,\)"):
         load(tmp_path)
+
+
+def test_a_file_larger_than_the_address_space(tmp_path: Path) -> None:
+    save_gguf(tmp_path / "m.gguf", "llama")
+    full = patch("mmap.mmap", side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
+    with full, pytest.raises(CapacityError, match=r"m\.gguf: Cannot allocate memory"):
+        GGUFFile(tmp_path / "m.gguf")

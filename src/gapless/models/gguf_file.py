@@ -4,6 +4,7 @@ Owns the mapping of the file and knows the container format (versions 2 and 3, l
 Knows nothing of architectures: what a key or a tensor name means is for `config` and `weights`.
 """
 
+import errno
 import mmap
 import struct
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gapless.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from gapless.errors import CapacityError, CorruptModel, ModelNotFound, UnsupportedModel
 from gapless.models.files import check_regular, is_there
 
 _STRING, _ARRAY = 8, 9
@@ -105,7 +106,8 @@ def _map(path: Path) -> mmap.mmap:
     except ValueError as error:  # an empty file cannot be mapped
         raise CorruptModel(f"{path}: the file is empty") from error
     except OSError as error:
-        raise ModelNotFound(f"{path}: {error.strerror}") from error
+        kind = CapacityError if error.errno == errno.ENOMEM else ModelNotFound
+        raise kind(f"{path}: {error.strerror}") from error
 
 
 class _Cursor:
