@@ -60,6 +60,47 @@ def test_truncated_file(tmp_path: Path, length: int) -> None:
         load(tmp_path)
 
 
+def with_header(path: Path, header: dict[str, Any], length: int | None = None) -> None:
+    text = json.dumps(header).encode()
+    data = path.read_bytes()
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data[end:])
+
+
+@pytest.mark.parametrize("length", [2**60, 2**63, 2**64 - 1, 0])
+def test_a_header_of_absurd_length(tmp_path: Path, length: int) -> None:
+    save_hf(tmp_path)
+    with_header(tmp_path / "model.safetensors", {}, length)
+    with pytest.raises(CorruptModel, match=r"model\.safetensors: damaged or cut short"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data_offsets": [0, 2**60]},
+        {"data_offsets": [0, 0]},
+        {"data_offsets": [8, 4]},
+        {"dtype": "F17"},
+        {"dtype": 5},
+        {"dtype": "F64"},
+        {"shape": [-1]},
+        {"shape": [2**40, 2**40]},
+        {"shape": 3},
+    ],
+)
+def test_a_header_that_lies(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Offsets that overlap or leave the file, types and shapes that there are not."""
+    save_hf(tmp_path)
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
+    header[Q_PROJ] |= change
+    with_header(path, header)
+    with pytest.raises(CorruptModel, match=r"model\.safetensors"):
+        load(tmp_path)
+
+
 def test_missing_shard(tmp_path: Path) -> None:
     save_hf(tmp_path, max_shard_size="30KB")
     sorted(tmp_path.glob("*.safetensors"))[1].unlink()

@@ -158,3 +158,9 @@ def test_a_config_nested_too_deeply(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
     with pytest.raises(CorruptModel, match=r"tokenizer_config\.json: is nested too deeply"):
         Tokenizer.from_directory(directory)
+
+
+def test_a_chat_template_that_would_take_minutes_to_compile(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("{{a+a}}" * 2**16)
+    with pytest.raises(CorruptModel, match="the chat template has 458752 characters; at most 262144 are read"):
+        Tokenizer.from_directory(directory)

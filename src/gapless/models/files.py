@@ -30,24 +30,23 @@ def is_there(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def check_regular(path: Path) -> None:
-    """Raise CorruptModel unless this is a regular file or a link to one: opening anything else may block."""
+def check_regular(path: Path) -> int:
+    """The size of a file. Raises CorruptModel unless it is regular or a link to such: to open others may block."""
     try:
-        mode = path.stat().st_mode
+        found = path.stat()
     except (OSError, ValueError) as error:
         raise CorruptModel(f"{path}: cannot be read ({_reason(error)})") from error
-    if not stat.S_ISREG(mode):
-        raise CorruptModel(f"{path}: is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a regular file")
+    if not stat.S_ISREG(found.st_mode):
+        raise CorruptModel(f"{path}: is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a device')}, not a regular file")
+    return found.st_size
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    check_regular(path)
+    if check_regular(path) > max_bytes:
+        raise CorruptModel(f"{path}: is larger than {max_bytes} bytes, which cannot be right")
     try:
         with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
-        if len(content) > max_bytes:
-            raise CorruptModel(f"{path}: is larger than {max_bytes} bytes, which cannot be right")
-        return content.decode("utf-8")
+            return file.read(max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CorruptModel(f"{path}: is not UTF-8 ({_reason(error)})") from error
     except OSError as error:

@@ -13,6 +13,8 @@ from tokenizers import processors
 
 from gapless.errors import CorruptModel
 
+MAX_TEMPLATE_LENGTH = 2**18  # characters; this many take seconds to compile
+
 
 @dataclass(frozen=True)
 class TokenizerParts:
@@ -21,6 +23,12 @@ class TokenizerParts:
     eos_token: str | None = None
     chat_template: str | None = None
     clean_up_spaces: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chat_template is not None and len(self.chat_template) > MAX_TEMPLATE_LENGTH:
+            raise CorruptModel(
+                f"the chat template has {len(self.chat_template)} characters; at most {MAX_TEMPLATE_LENGTH} are read"
+            )
 
 
 def bos_eos_processor(backend: Backend, bos: str | None, eos: str | None) -> processors.TemplateProcessing:
