@@ -47,7 +47,9 @@ class EngineOptions:
     kv_memory: int | str | None = _option(None, "memory of the KV cache, such as 2GiB; default: part of the free")
     max_batch_tokens: int | None = _option(None, "tokens in a step at most (512 on CPU, 8192 on GPU)")
     max_num_rows: int | None = _option(None, "requests that run at the same time at most (128 on CPU, 256 on GPU)")
-    max_model_len: int | None = _option(None, "prompt and output of a request together at most; default: the model's")
+    max_model_len: int | None = _option(
+        None, "prompt and output of a request together at most; default: the model's, up to 1048576"
+    )
     seed: int = _option(0, "where the seeds of requests without one come from")
     load_format: Literal["auto", "dummy"] = _option("auto", "auto, or dummy: random weights, needs only a config.json")
     prefix_cache: bool = _option(True, "reuse the KV cache of prompts that begin alike")

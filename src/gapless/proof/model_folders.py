@@ -70,12 +70,13 @@ def _play_batch(seed: int, first: int, most: int, until: float, counts: Counter[
     number = first
     try:
         while number < first + most and (number == first or time.monotonic() < until):
-            outcome, trouble = _next_outcome(ours, worker)
+            found = _next_outcome(ours, worker)
+            outcome, trouble = (FAILED, found) if isinstance(found, str) else found
             counts[outcome] += 1
             if trouble:
                 say(f"case {seed}/{number}: {trouble}\npython -m {__name__} --seed {seed} --case {number}")
             number += 1
-            if not worker.is_alive():
+            if isinstance(found, str):
                 break
     finally:
         ours.close()  # ends the worker when it next reports
@@ -84,18 +85,18 @@ def _play_batch(seed: int, first: int, most: int, until: float, counts: Counter[
     return number - first
 
 
-def _next_outcome(ours: Connection, worker: multiprocessing.process.BaseProcess) -> tuple[str, str]:
-    """An outcome, and what was wrong with it. A worker that ends or hangs is one too."""
+def _next_outcome(ours: Connection, worker: multiprocessing.process.BaseProcess) -> tuple[str, str] | str:
+    """An outcome, and what was wrong with it; or why the worker is over."""
     try:
         if ours.poll(CASE_SECONDS):
             outcome, trouble = ours.recv()
             return outcome, trouble
         worker.kill()
         worker.join()
-        return FAILED, f"no outcome within {CASE_SECONDS:.0f} s"
+        return f"no outcome within {CASE_SECONDS:.0f} s"
     except EOFError:
         worker.join()
-        return FAILED, f"the process ended with exit code {worker.exitcode}"
+        return f"the process ended with exit code {worker.exitcode}"
 
 
 def _work(theirs: Connection, seed: int, first: int, most: int, play: Play) -> None:

@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from gapless.models.config import ModelConfig
@@ -49,7 +49,7 @@ def write_folder(folder: Path, dice: random.Random, *, sharded: bool) -> None:
         {"bos_token": "!", "eos_token": {"content": " "}, "additional_special_tokens": ["#"]},
     )
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    dice.choice((_words, _byte_level))().save(str(folder / "tokenizer.json"))
+    dice.choice((_words, _byte_level, _pieces))().save(str(folder / "tokenizer.json"))
     _write_weights(folder, weight_shapes(ModelConfig.from_hf(raw)), sharded=sharded)
 
 
@@ -87,6 +87,19 @@ def _byte_level() -> Backend:
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.TemplateProcessing(single="! $A", special_tokens=[("!", 1)])
     backend.add_special_tokens([AddedToken("!", special=True)])
+    return backend
+
+
+def _pieces() -> Backend:
+    pieces = [("?", 0.0), ("▁", -1.0), *((chr(32 + i), -2.0 - i) for i in range(2, VOCAB_SIZE))]
+    backend = Backend(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"), pre_tokenizers.Metaspace()]
+    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.enable_truncation(8)
+    backend.enable_padding(length=4)
     return backend
 
 
