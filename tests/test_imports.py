@@ -34,7 +34,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "trace": ("errors",),
     "attention": ("kernels",),
     "models": ("errors", "kernels"),
-    "text": ("errors", "models.source", "models.gguf_file"),
+    "text": ("errors", "models.source", "models.files", "models.gguf_file"),
     "runner": (
         *("core.plan", "core.limits", "core.params", "core.request"),
         *("device", "attention", "models", "kernels", "native", "config", "errors"),

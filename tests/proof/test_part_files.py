@@ -8,7 +8,8 @@ from unittest.mock import patch
 import pytest
 
 from gapless import part_file
-from gapless.proof.part_files import Wrong, fuzz_part_files, main
+from gapless.proof.fuzz import main
+from gapless.proof.part_files import Wrong, fuzz_part_files
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ def test_ghost_lines_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         fuzz_part_files(20.0, seed=3)
     with patch.object(part_file, "_unseal", trusting):
-        assert main(["--seconds", "20", "--seed", "3"]) == 1
+        assert main(["--target", "part-files", "--seconds", "20", "--seed", "3"]) == 1
     assert "FAIL: case 3/" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""Part files damaged at random: `python -m gapless.proof.part_files --seconds 60`.
+"""Part files damaged at random: `python -m gapless.proof.fuzz --target part-files`.
 
 A run is stopped at a random result, its part file is mutated, and the run goes on from there, often more than once.
 Each time it either gives the file of an undisturbed run, to the byte, or is refused with a GaplessError. A result that
@@ -7,11 +7,9 @@ no run produced is never accepted.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -192,23 +190,3 @@ def _whole(path: Path, records: list[Record], *, restart: bool = False, skip_dam
     found = path.read_bytes()
     path.unlink()
     return found
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gapless.proof.part_files", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long (default: 60)")
-    parser.add_argument("--seed", type=int, default=None, help="where the cases come from (default: the clock)")
-    args = parser.parse_args(argv)
-    seed = args.seed if args.seed is not None else int(time.time())
-    print(f"seed {seed}", flush=True)
-    try:
-        counts = fuzz_part_files(args.seconds, seed)
-    except Wrong as error:
-        print(f"FAIL: {error}")
-        return 1
-    print("part files: " + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
