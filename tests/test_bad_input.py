@@ -170,6 +170,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "block_size": ({"block_size": 0}, ("block_size must be a whole number between 1 and 1024, got 0",)),
     "num_blocks": ({"num_blocks": -1}, ("num_blocks must be a whole number between 1 and", "got -1")),
     "max_batch_tokens": ({"max_batch_tokens": 1.5}, ("max_batch_tokens must be a whole number", "got 1.5")),
+    "max_step_time": ({"max_step_time": -0.5}, ("max_step_time must be a number of seconds", "got -0.5")),
     "max_num_rows": ({"max_num_rows": True}, ("max_num_rows must be a whole number", "got True")),
     "max_model_len": ({"max_model_len": 0}, ("max_model_len must be a whole number", "got 0")),
     "beyond the model": ({"max_model_len": 129}, ("max_model_len 129 is beyond the model's 128 positions",)),
