@@ -35,7 +35,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "models": ("errors", "kernels"),
     "text": ("errors", "models.source", "models.gguf_file"),
     "runner": (
-        *("core.plan", "core.limits", "core.params", "core.request"),
+        *("core.plan", "core.limits", "core.params", "core.request", "core.row_fields"),
         *("device", "attention", "models", "kernels", "native", "config", "errors"),
     ),
     "pipeline": (
