@@ -45,7 +45,7 @@ bench: $(DEV_STAMP)  ## host cost, and throughput side by side with installed pe
 mutants: $(DEV_STAMP)  ## make one mistake after another in the engine: each must be seen
 	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/pipeline/faults.py
 
-fuzz: $(DEV_STAMP)  ## random workloads against every check, for FUZZ_SECONDS (600)
+fuzz: $(DEV_STAMP)  ## random workloads and damaged models against every check, for FUZZ_SECONDS (600)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m gapless.proof.fuzz --seconds $(FUZZ_SECONDS)
 
 clean:  ## remove the environment and all caches

@@ -1,6 +1,6 @@
 """Every bad input gives an error of the tree, which names the value and the limit, and harms nobody else.
 
-Prompt files: test_batch_file and test_cli. Each sampling parameter: core/test_params.
+Prompt files: test_prompt_file and test_cli. Each sampling parameter: core/test_params.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ ROOT = Path(gapless.__file__).parent
 PACKAGE = "gapless"
 LEAVES = ("errors", "config", "garbage", "progress")
 VALUES = ("core.params", "core.outcome", "core.request")
-TOP_LEVEL = ("client", "llm", "async_llm", "report", "batch_file", "commands", "cli")
+FILES_OF_RUN = ("prompt_file", "part_file", "file_lock", "result_file", "console")
+TOP_LEVEL = ("client", "llm", "async_llm", "report", *FILES_OF_RUN, "commands", "cli")
 BENCH = ("bench",)
 PROOF = ("proof",)
 
@@ -33,7 +34,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "trace": ("errors",),
     "attention": ("kernels",),
     "models": ("errors", "kernels"),
-    "text": ("errors", "models.source", "models.gguf_file"),
+    "text": ("errors", "models.source", "models.files", "models.gguf_file"),
     "runner": (
         *("core.plan", "core.limits", "core.params", "core.request", "core.row_fields"),
         *("device", "attention", "models", "kernels", "native", "config", "errors"),
@@ -170,7 +171,7 @@ def test_the_law_is_applied(who: str, source: str, found: set[str]) -> None:
 @pytest.mark.parametrize(
     "modules",
     [
-        ["gapless", "gapless.config", "gapless.errors", "gapless.cli"],
+        ["gapless", "gapless.config", "gapless.errors", "gapless.cli", "gapless.console", "gapless.result_file"],
         [f"gapless.core.{path.stem}" for path in FILES if path.parts[0] == "core" and path.stem != "__init__"],
         [f"gapless.text.{path.stem}" for path in FILES if path.parts[0] == "text" and path.stem != "__init__"],
         ["gapless.server.run"],  # the whole API process; only `engine_process` knows the engine

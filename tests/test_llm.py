@@ -136,6 +136,34 @@ def test_min_tokens_keeps_stop_tokens_away(tiny_llm: LLM, tiny_dir: Path) -> Non
     assert stop not in held.token_ids[:6]
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+def test_a_top_p_of_zero_is_greedy(make_llm, native: bool) -> None:
+    llm = make_llm(native=native)
+    greedy, zero, both, _ = llm.generate(
+        ["Hello"] * 4,
+        [
+            SamplingParams(max_tokens=16, temperature=0, ignore_eos=True),
+            SamplingParams(max_tokens=16, temperature=3.0, top_p=0, ignore_eos=True),
+            SamplingParams(max_tokens=16, temperature=3.0, top_p=0, top_k=9, seed=4, ignore_eos=True),
+            SamplingParams(max_tokens=16, temperature=3.0, top_p=0.9, ignore_eos=True),  # the step draws and filters
+        ],
+    )
+    assert greedy.token_ids == zero.token_ids == both.token_ids
+
+
+def test_min_tokens_keep_stop_strings_away(tiny_llm: LLM) -> None:
+    """As a whole and as a stream; the stop string counts again when it comes after them."""
+    values: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    (whole,) = tiny_llm.generate("a", SamplingParams(**values))
+    stop = whole.text[3]
+    for min_tokens in (0, 3, 4, 10, 60):
+        at = whole.text.find(stop, min_tokens)
+        text = whole.text if at < 0 else whole.text[:at]
+        params = SamplingParams(**values, stop=stop, min_tokens=min_tokens)
+        assert tiny_llm.generate("a", params)[0].text == text, min_tokens
+        assert "".join(delta.text for delta in tiny_llm.stream("a", params)) == text
+
+
 def test_stop_strings(tiny_llm: LLM, tiny_dir: Path) -> None:
     text = text_of(truth(tiny_dir, "0123456789").tokens)
     stop = text[4:7]  # three tokens

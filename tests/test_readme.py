@@ -55,10 +55,10 @@ def test_make_targets_exist() -> None:
 
 
 def test_prompt_lines_are_valid() -> None:
-    from gapless.batch_file import Line, read_lines
     from gapless.core.params import SamplingParams
+    from gapless.prompt_file import Line, read_lines
 
-    lines = [line for block in blocks("json") for line in read_lines(block)]
+    lines = [line for block in blocks("json") for line in read_lines(block.encode().split(b"\n"))]
     assert lines
     for line in lines:
         assert isinstance(line, Line), line

@@ -1,6 +1,7 @@
 """The command line: arguments in, exit codes out.
 
-0 all done   1 some prompts failed   2 wrong usage, options or model   130 interrupted, what was done is kept
+0 all done   1 some prompts failed, or results cannot be written   2 wrong usage, options or model
+130 interrupted; what was done is kept
 """
 
 from __future__ import annotations
@@ -8,24 +9,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import signal
 import sys
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gapless import __version__
+from gapless import __version__, console
 from gapless.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from gapless.config import EngineOptions, log_level
 from gapless.core.params import SamplingParams
-from gapless.errors import GaplessError
+from gapless.errors import GaplessError, OutputError
 
 SAMPLING_HELP = {
     "max_tokens": "most tokens to generate",
-    "min_tokens": "no end-of-sequence or stop token before this many",
+    "min_tokens": "no stop before this many: no end-of-sequence or stop token, and no stop string",
     "temperature": "0 is greedy",
     "top_k": "keep the k likeliest tokens; 0 keeps all",
-    "top_p": "keep the likeliest tokens that together reach this probability",
+    "top_p": "keep the likeliest tokens that together reach this probability; 0 is greedy",
     "min_p": "keep tokens at least this likely, relative to the likeliest",
     "ignore_eos": "go on past the end-of-sequence token",
 }
@@ -35,25 +35,27 @@ CHECK_OPTIONS = ("model", "device", "dtype", "load_format", "num_threads", "nati
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `gapless` command."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    console.settle()
+    args = build_parser().parse_args(argv)
     logging.basicConfig(level=log_level(), format="%(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGTERM, _interrupt)
+    console.interrupt_on_signals()
     try:
-        return int(args.handler(args))
+        code = int(args.handler(args))
+        sys.stdout.flush()
     except GaplessError as error:
-        print(f"gapless: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        console.say(f"gapless: {error}")
+        return EXIT_FAILED if isinstance(error, OutputError) else EXIT_USAGE
     except KeyboardInterrupt:
-        print("gapless: interrupted", file=sys.stderr)
+        console.say("gapless: interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone; nothing is left to say
+    except BrokenPipeError:  # the reader of our output has gone; nothing is left to say
+        console.mute_stdout()
         return EXIT_FAILED
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
+    except OSError as error:  # a full disk behind standard output, a report that cannot be saved
+        console.mute_stdout()
+        console.say(f"gapless: {error}")
+        return EXIT_FAILED
+    return code
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -66,9 +68,18 @@ def build_parser() -> argparse.ArgumentParser:
 
     run = _command(commands, "run", "complete every prompt of a JSONL file", _run)
     run.add_argument("prompts", help='file of lines {"prompt": ...} or {"messages": [...]}; - is standard input')
-    run.add_argument("-o", "--output", metavar="OUT.jsonl", help="write results here; default: print them")
+    run.add_argument(
+        "-o",
+        "--output",
+        metavar="OUT.jsonl",
+        help="write each result to OUT.jsonl.part as it completes, and the sorted file at the end; links are followed; "
+        "a FIFO, a device or - (standard output) gets results as they complete; default: print them",
+    )
     run.add_argument("--token-ids", action="store_true", help="write the generated token ids too")
-    run.add_argument("--restart", action="store_true", help="do not go on with OUT.jsonl.part of an interrupted run")
+    run.add_argument("--restart", action="store_true", help="ignore and overwrite OUT.jsonl.part of an interrupted run")
+    run.add_argument(
+        "--skip-damaged", action="store_true", help="resume from a damaged OUT.jsonl.part; damaged lines run again"
+    )
     add_engine_options(run)
     add_sampling_options(run)
 

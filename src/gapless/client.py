@@ -139,7 +139,7 @@ class Client:
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids")
         request = self.engine.make_request(tokens, params, streams=streams or bool(params.stop))
-        return Job(request, Assembler(self.tokenizer, params.stop), self.engine)
+        return Job(request, Assembler(self.tokenizer, params.stop, min_tokens=params.min_tokens), self.engine)
 
 
 def _tokenizer(source: ModelSource) -> Tokenizer | None:

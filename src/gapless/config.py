@@ -50,7 +50,9 @@ class EngineOptions:
     max_step_time: float = _option(
         0.2, "cut prompts so that steps take no more seconds than this while streams run; 0 is no bound"
     )
-    max_model_len: int | None = _option(None, "prompt and output of a request together at most; default: the model's")
+    max_model_len: int | None = _option(
+        None, "prompt and output of a request together at most; default: the model's, up to 1048576"
+    )
     seed: int = _option(0, "where the seeds of requests without one come from")
     load_format: Literal["auto", "dummy"] = _option("auto", "auto, or dummy: random weights, needs only a config.json")
     prefix_cache: bool = _option(True, "reuse the KV cache of prompts that begin alike")

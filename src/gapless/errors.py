@@ -7,6 +7,7 @@
     │   ├── ModelNotFound       no such name, directory, file or hub id
     │   ├── UnsupportedModel    found, but of an architecture or feature that Gapless does not have
     │   └── CorruptModel        found, but damaged or incomplete
+    ├── OutputError         results cannot be written: a full disk, or a reader that has gone
     ├── CapacityError       not enough memory for what was asked
     ├── NativeUnavailable   no native step can be built here; the engine then runs steps in torch
     ├── RaceError           the happens-before checker found an unordered conflict
@@ -43,6 +44,10 @@ class UnsupportedModel(ModelError):
 
 class CorruptModel(ModelError):
     """The model was found, but its files are damaged or incomplete."""
+
+
+class OutputError(GaplessError):
+    """Results cannot be written: the disk is full, or their reader has gone."""
 
 
 class CapacityError(GaplessError):

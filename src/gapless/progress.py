@@ -21,7 +21,7 @@ class Bar:
             total=total,
             desc=label,
             unit=unit,
-            disable=not sys.stderr.isatty(),
+            disable=not _is_terminal(sys.stderr),
             leave=False,
             dynamic_ncols=True,
             file=sys.stderr,
@@ -47,6 +47,11 @@ class Bar:
 
     def close(self) -> None:
         self._bar.close()
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody can watch; a closed stream is nobody."""
+    return stream is not None and not stream.closed and stream.isatty()
 
 
 @contextmanager

@@ -1,14 +1,19 @@
 """The header parser and dequantization against the gguf package; damaged files raise CorruptModel and nothing else."""
 
+import errno
+import os
 import random
+import struct
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 import gguf
 import numpy as np
 import pytest
 from tiny_models import load, save_gguf
 
-from gapless.errors import CorruptModel, ModelError, ModelNotFound, UnsupportedModel
+from gapless.errors import CapacityError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 from gapless.models.gguf_file import GGUFFile
 
 
@@ -103,3 +108,57 @@ def test_flipped_bytes_never_escape_the_error_tree(tmp_path: Path) -> None:
             load(path)
         except ModelError:
             continue
+
+
+def header(num_tensors: int, num_keys: int, rest: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_keys) + rest
+
+
+def entry(kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", 1) + b"k" + struct.pack("<I", kind) + value
+
+
+ABSURD = {
+    "tensors": header(2**63, 0),
+    "keys": header(0, 2**63),
+    "string": header(0, 1, struct.pack("<Q", 2**63)),
+    "value": header(0, 1, entry(8, struct.pack("<Q", 2**60))),
+    "strings": header(0, 1, entry(9, struct.pack("<IQ", 8, 2**60))),
+    "numbers": header(0, 1, entry(9, struct.pack("<IQ", 0, 2**60))),
+    "arrays": header(0, 1, entry(9, struct.pack("<IQ", 9, 2**60))),
+}
+
+
+@pytest.mark.parametrize("name", ABSURD)
+def test_absurd_counts_are_refused_at_once(tmp_path: Path, name: str) -> None:
+    """The file is 4 GiB of nothing on disk: only a bound on the header keeps its zeros from being read as values."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(ABSURD[name])
+    os.truncate(path, 2**32)
+    began = time.monotonic()
+    with pytest.raises(CorruptModel, match=r"m\.gguf"):
+        GGUFFile(path)
+    assert time.monotonic() - began < 10
+
+
+def test_tensors_past_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    save_gguf(path, "llama")
+    content, name = path.read_bytes(), b"output_norm.weight"
+    at = content.index(name) + len(name) + 4 + 8 + 4
+    path.write_bytes(content[:at] + struct.pack("<Q", 2**62) + content[at + 8 :])
+    with pytest.raises(CorruptModel, match=r"ends inside tensor output_norm\.weight"):
+        load(path)
+
+
+def test_a_vocabulary_that_is_no_table(tmp_path: Path) -> None:
+    save_gguf(tmp_path / "m.gguf", "llama", drop="token_embd.weight", extra={"token_embd.weight": np.ones(3, "f4")})
+    with pytest.raises(CorruptModel, match=r"token_embd\.weight has shape \(3,\)"):
+        load(tmp_path)
+
+
+def test_a_file_larger_than_the_address_space(tmp_path: Path) -> None:
+    save_gguf(tmp_path / "m.gguf", "llama")
+    full = patch("mmap.mmap", side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
+    with full, pytest.raises(CapacityError, match=r"m\.gguf: Cannot allocate memory"):
+        GGUFFile(tmp_path / "m.gguf")

@@ -8,8 +8,9 @@ import pytest
 from tiny_models import raw_config, save_gguf
 
 from gapless.errors import CorruptModel, ModelError, UnsupportedModel
-from gapless.models.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeConfig
+from gapless.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from gapless.models.gguf_file import GGUFFile
+from gapless.models.rope_config import RopeConfig
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
@@ -19,18 +20,13 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 def test_defaults() -> None:
     config = ModelConfig.from_hf(raw_config(num_key_value_heads=...))
     assert (config.head_dim, config.num_kv_heads, config.rope) == (12, 4, RopeConfig(10000.0))
-    assert (config.eos_token_ids, config.bos_token_id, config.dtype_name) == ((), None, None)
+    assert config.eos_token_ids == ()
 
 
 def test_old_and_new_rope_keys_agree() -> None:
     old = ModelConfig.from_hf(raw_config(rope_theta=5e5, rope_scaling={"type": "llama3", **LLAMA3}))
     new = ModelConfig.from_hf(raw_config(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}))
     assert old.rope == new.rope == RopeConfig(5e5, "llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)
-
-
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_dtype_name(key: str) -> None:
-    assert ModelConfig.from_hf(raw_config(**{key: "bfloat16"})).dtype_name == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -40,6 +36,28 @@ def test_dtype_name(key: str) -> None:
 def test_end_tokens_are_joined(own: Any, generation: Any, joined: tuple[int, ...]) -> None:
     config = ModelConfig.from_hf(raw_config(eos_token_id=own), {"eos_token_id": generation})
     assert config.eos_token_ids == joined
+
+
+BAD_IDS: list[Any] = [2**31, -1, True, 1.0, "2", [[2]], [2, None], {"a": 1}, [2**31], [1, 2**64]]
+
+
+@pytest.mark.parametrize("value", BAD_IDS)
+def test_end_tokens_that_are_no_ids(value: Any) -> None:
+    with pytest.raises(CorruptModel, match=r"^config\.json: eos_token_id holds"):
+        ModelConfig.from_hf(raw_config(eos_token_id=value))
+    with pytest.raises(CorruptModel, match=r"generation_config\.json: eos_token_id holds"):
+        ModelConfig.from_hf(raw_config(), {"eos_token_id": value})
+
+
+def test_end_tokens_past_the_vocabulary_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    assert ModelConfig.from_hf(raw_config(eos_token_id=[2, 97])).eos_token_ids == (2,)
+    assert "config.json: eos_token_id: 97 is ignored: the vocabulary has 97 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["2", 1.5, [1.5], 2**31])
+def test_end_tokens_of_a_gguf_that_are_no_ids(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CorruptModel, match=r"m\.gguf: tokenizer\.ggml\.eot_token_id holds"):
+        from_gguf(tmp_path, tokenizer__ggml__eot_token_id=value)
 
 
 def test_architecture_from_model_type() -> None:
@@ -102,7 +120,30 @@ def test_refusal_lists_what_is_supported() -> None:
         ({"num_hidden_layers": 10**9}, "layers"),
         ({"num_key_value_heads": 3}, "key-value heads"),
         ({"head_dim": 7}, "odd"),
-        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"architectures": 5}, "architectures is 5"),
+        ({"architectures": [5]}, "architectures"),
+        ({"architectures": ..., "model_type": [1]}, "model_type"),
+        ({"layer_types": 5}, "layer_types is 5"),
+        ({"layer_types": [[1]]}, "layer_types"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', not true or false"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000, not a whole number up to"),
+        ({"vocab_size": 2**29}, "vocab_size is 536870912"),
+        ({"hidden_size": 2**40}, "hidden_size"),
+        ({"hidden_size": 2**29}, "hidden_size is 536870912"),
+        ({"intermediate_size": 2**29}, "intermediate_size is 536870912"),
+        ({"num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}, "number of heads"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
+        ({"max_position_embeddings": 10**400}, "max_position_embeddings"),
+        ({"max_position_embeddings": float("nan")}, "max_position_embeddings is nan"),
+        ({"max_position_embeddings": float("inf")}, "max_position_embeddings is inf"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_theta": 0.5}, "rope_theta"),
+        ({"rope_theta": 1e300}, "rope_theta"),
+        ({"rope_theta": "10000"}, "rope_theta is '10000'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": "x", "mscale_all_dim": 1}}, "mscale is 'x'"),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
@@ -122,16 +163,11 @@ def test_gguf(tmp_path: Path) -> None:
     tokens = {
         "tokenizer__ggml__eos_token_id": 2,
         "tokenizer__ggml__eot_token_id": 5,
-        "tokenizer__ggml__bos_token_id": 1,
     }
     config = from_gguf(tmp_path, "qwen3", **tokens)
     assert (config.architecture, config.vocab_size, config.head_dim) == ("Qwen3ForCausalLM", 97, 24)
     assert (config.qk_norm, config.tie_embeddings, config.attention_bias) == (True, True, False)
-    assert (config.eos_token_ids, config.bos_token_id, config.rope) == (
-        (2, 5),
-        1,
-        RopeConfig(5000.0, original_max_positions=64),
-    )
+    assert (config.eos_token_ids, config.rope) == ((2, 5), RopeConfig(5000.0, original_max_positions=64))
 
 
 def test_gguf_rope_kinds(tmp_path: Path) -> None:
@@ -149,8 +185,9 @@ def test_gguf_rope_kinds(tmp_path: Path) -> None:
 def test_gguf_frequency_factors(tmp_path: Path) -> None:
     factors = np.arange(1, 13, dtype=np.float32)
     assert from_gguf(tmp_path, extra={"rope_freqs.weight": factors}).rope.freq_factors == tuple(factors.tolist())
-    with pytest.raises(CorruptModel, match="rope_freqs"):
-        from_gguf(tmp_path, extra={"rope_freqs.weight": factors[:5]})
+    for wrong in (factors[:5], factors.reshape(12, 1)):
+        with pytest.raises(CorruptModel, match="rope_freqs"):
+            from_gguf(tmp_path, extra={"rope_freqs.weight": wrong})
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from tiny_models import raw_config
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from gapless.models.config import ModelConfig, RopeConfig
+from gapless.errors import CorruptModel
+from gapless.models.config import ModelConfig
 from gapless.models.rope import RotaryTable, apply_rope, inverse_frequencies
+from gapless.models.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
 KINDS: list[dict[str, Any]] = [
@@ -61,3 +63,18 @@ def test_frequency_factors_of_a_gguf_equal_llama3() -> None:
     factors = tuple((plain / inverse_frequencies(llama3, 64)).tolist())
     explicit = inverse_frequencies(RopeConfig(500000.0, freq_factors=factors), 64)
     torch.testing.assert_close(explicit, inverse_frequencies(llama3, 64))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig(factor=1e-38, kind="linear", freq_factors=(1e-3,) * 8),
+        RopeConfig(freq_factors=(0.0,) * 8),
+        RopeConfig(freq_factors=(float("nan"),) * 8),
+        RopeConfig(kind="yarn", factor=2.0, original_max_positions=64, beta_fast=5e-324),
+        RopeConfig(kind="yarn", factor=2.0, original_max_positions=0),
+    ],
+)
+def test_parameters_that_no_angles_come_of(rope: RopeConfig) -> None:
+    with pytest.raises(CorruptModel, match=f"rope of kind {rope.kind}"):
+        inverse_frequencies(rope, 16)

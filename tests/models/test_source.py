@@ -1,13 +1,14 @@
 """Names, directories, files and hub ids become paths, or an error that says what to do."""
 
 import importlib.util
+import os
 import time
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 
-from gapless.errors import ModelNotFound
+from gapless.errors import CorruptModel, ModelNotFound
 from gapless.models.source import ModelSource, resolve
 
 
@@ -78,3 +79,15 @@ def test_no_network_fails_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelNotFound, match="network or the name"):
         resolve("gapless-test/no-such-model")
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~no-such-user-here/model"])
+def test_names_that_the_system_refuses(name: str) -> None:
+    with pytest.raises(ModelNotFound, match=name[:20]):
+        resolve(name)
+
+
+def test_a_gguf_that_is_a_fifo(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(CorruptModel, match=r"m\.gguf: is a FIFO"):
+        resolve(tmp_path / "m.gguf")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -46,13 +48,14 @@ def test_a_failure_is_made_small_and_saved(tmp_path, capsys: pytest.CaptureFixtu
         return block
 
     with patch.object(BlockPool, "allocate", allocate), patch.object(fuzz, "MOST_FAILURES", 1):
-        assert fuzz.main(["--seconds", "30", "--seed", "5", "--save", str(tmp_path)]) == 1
+        assert fuzz.main(["--target", "schedules", "--seconds", "30", "--seed", "5", "--save", str(tmp_path)]) == 1
         (path,) = tmp_path.glob("fuzz-5-*.json")
         failure = Failure.load(path)
     assert len(failure.schedule.asks) == 1
     assert failure.model.startswith("tiny/")
     out = capsys.readouterr().out
-    assert "seed 5" in out
+    assert "seed        5" in out
+    assert "1 failed" in out
     assert f"gapless check --replay {path}" in out
 
 
@@ -60,3 +63,19 @@ def test_a_folder_that_is_not_there_is_refused_at_the_start(capsys: pytest.Captu
     with pytest.raises(SystemExit, match="2"):
         fuzz.main(["--save", "/no/such/folder"])
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_the_time_is_shared_by_the_targets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[tuple[float, int]] = []
+
+    def target(seconds: float, seed: int, save: Path) -> Counter[str]:
+        asked.append((seconds, seed))
+        return Counter({"ran": 3, "failed": len(asked) - 1})
+
+    monkeypatch.setattr(fuzz, "TARGETS", {"a": target, "b": target})
+    assert fuzz.main(["--seconds", "10", "--seed", "4"]) == 1
+    assert asked == [(5.0, 4), (5.0, 4)]
+    assert "b: 3 ran, 1 failed" in capsys.readouterr().out
+    asked.clear()
+    assert fuzz.main(["--target", "a", "--seconds", "10", "--seed", "4"]) == 0
+    assert asked == [(10.0, 4)]

@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from gapless.config import EngineOptions
+from gapless.core.params import MAX_STOP_IDS
 from gapless.device import cpu
 from gapless.device.cpu import CpuDevice, InlineDriver
-from gapless.errors import CapacityError, ConfigError
+from gapless.errors import CapacityError, ConfigError, UnsupportedModel
 from gapless.models.loader import load_config, load_model
 from gapless.models.source import resolve as find
 from gapless.runner.build import _dry_run
 from gapless.runner.kv_store import block_bytes
-from gapless.runner.resolve import Resolved, resolve
+from gapless.runner.resolve import MAX_AUTO_LEN, Resolved, resolve
+from tiny import write_dummy
 
 BLOCK_BYTES = 2 * 16 * 2 * 2 * 8 * 4  # layers, tokens, k and v, kv heads, head size, float32
 
@@ -68,6 +70,22 @@ def test_the_length_is_the_models_or_less(dummy_dir: Path) -> None:
     assert resolved(dummy_dir, max_model_len=50).limits.max_model_len == 50
     with pytest.raises(ConfigError, match="max_model_len 129 is beyond the model's 128 positions"):
         resolved(dummy_dir, max_model_len=129)
+
+
+def test_an_absurd_length_takes_no_memory(tmp_path: Path) -> None:
+    write_dummy(tmp_path, max_position_embeddings=10**9)
+    assert resolved(tmp_path).limits.max_model_len == MAX_AUTO_LEN
+    assert resolved(tmp_path, max_model_len=MAX_AUTO_LEN + 1).limits.max_model_len == MAX_AUTO_LEN + 1
+    with pytest.raises(CapacityError, match="max_model_len 900000000 is beyond the 16777216 tokens"):
+        resolved(tmp_path, max_model_len=9 * 10**8)
+
+
+def test_more_end_tokens_than_there_is_room_for(tmp_path: Path) -> None:
+    write_dummy(tmp_path, eos_token_id=list(range(MAX_STOP_IDS)))
+    resolved(tmp_path)
+    write_dummy(tmp_path, eos_token_id=list(range(MAX_STOP_IDS + 1)))
+    with pytest.raises(UnsupportedModel, match=r"17 end-of-sequence tokens \(eos_token_id\); Gapless has room for 16"):
+        resolved(tmp_path)
 
 
 def test_the_cache_is_float32_on_a_cpu(dummy_dir: Path) -> None:

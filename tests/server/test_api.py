@@ -355,7 +355,8 @@ def test_operation(server: Server) -> None:
 def test_metrics_count(server: Server, client: openai.OpenAI) -> None:
     before = {name: server.metric(name) for name in ("gapless_requests_total", "gapless_generated_tokens_total")}
     client.completions.create(model="tiny", prompt="Hello", max_tokens=7, **GREEDY)
-    server.metrics_settle("gapless_generated_tokens_total", before["gapless_generated_tokens_total"] + 7)
+    least = before["gapless_generated_tokens_total"] + 7  # tokens of earlier tests may be told late too
+    eventually(lambda: server.metric("gapless_generated_tokens_total") >= least, server)
     assert server.metric("gapless_requests_total") == before["gapless_requests_total"] + 1
     text = server.get("/metrics")[1].decode()
     for name in (
@@ -383,3 +384,78 @@ def test_the_log_has_a_line_for_each_request(server: Server) -> None:
     assert lines[0]["path"] == "/version"
     assert lines[0]["status"] == 200
     assert lines[0]["request_id"].startswith("req_")
+
+
+# -- what a request may ask to be told ---------------------------------------------------------------------------------
+
+
+def ended(client: openai.OpenAI, **question: Any) -> tuple[dict[str, Any], Any]:
+    """A chat that the end token ended before its limit, and what was asked."""
+    for seed in range(50):
+        asked: dict[str, Any] = {"model": "tiny", "messages": TALK, "seed": seed, "temperature": 2, **question}
+        answer = client.chat.completions.create(**asked, max_tokens=200)
+        if answer.choices[0].finish_reason == "stop":
+            return asked | {"max_tokens": 200}, answer
+    raise AssertionError("no chat ended by itself")
+
+
+def test_the_end_token_is_not_among_the_log_probabilities_of_a_chat(client: openai.OpenAI) -> None:
+    """It counts as a token, but is no part of the content; with return_token_ids it is listed, as in token_ids."""
+    asked, answer = ended(client, logprobs=True)
+    streamed = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    pieces = [entry for choice in streamed if choice.logprobs for entry in choice.logprobs.content or []]
+    for entries in (answer.choices[0].logprobs.content, pieces):
+        assert bytes(byte for entry in entries for byte in entry.bytes).decode() == answer.choices[0].message.content
+        assert len(entries) == answer.usage.completion_tokens - 1
+    told = client.chat.completions.create(**asked, extra_body={"return_token_ids": True})
+    entries = told.choices[0].logprobs.content
+    assert len(entries) == len(told.choices[0].token_ids) == told.usage.completion_tokens
+    assert (told.choices[0].token_ids[-1], entries[-1].bytes) == (0, [])
+    assert told.prompt_token_ids == ids(RENDERED)
+
+
+def test_the_end_token_is_not_among_the_log_probabilities_of_a_response(client: openai.OpenAI) -> None:
+    question: dict[str, Any] = {"model": "tiny", "input": "Hello", "temperature": 2, "max_output_tokens": 200}
+    question |= {"include": ["message.output_text.logprobs"]}
+    answers = (client.responses.create(**question, extra_body={"seed": seed}) for seed in range(50))
+    answer = next(answer for answer in answers if answer.status == "completed")
+    entries = answer.output[0].content[0].logprobs
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == answer.output_text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_min_tokens_hold_stop_strings_back(server: Server, stream: bool) -> None:
+    body: dict[str, Any] = {"prompt": "Hello", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    whole = json.loads(server.send("POST", "/v1/completions", body)[1])["choices"][0]["text"]
+    body |= {"stop": whole[3], "min_tokens": 10, "stream": stream}
+    (choice,) = _choices(server.send("POST", "/v1/completions", body)[1], stream)
+    at = whole.find(whole[3], 10)
+    assert choice["text"] == (whole if at < 0 else whole[:at])
+    assert choice["logprobs"]["text_offset"] == list(range(len(choice["text"]) + (at >= 0)))
+
+
+def test_log_probabilities_of_a_prompt(server: Server, llm: LLM) -> None:
+    """As vLLM tells them: by token id; the first is null. More of them than an echo shows is no harm to it."""
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=3)
+    offline = llm.generate(["Hello"], params)[0].prompt_logprobs
+    assert offline is not None
+    body = {"prompt": "Hello", "max_tokens": 1, "temperature": 0, "prompt_logprobs": 3, "echo": True, "logprobs": 1}
+    (choice,) = json.loads(server.send("POST", "/v1/completions", body)[1])["choices"]
+    assert choice["prompt_logprobs"][0] is None
+    for told, score in zip(choice["prompt_logprobs"][1:], offline[1:], strict=True):
+        assert score is not None
+        assert set(told) == {str(score.token), *(str(token) for token, _ in score.top)}
+        entry = told[str(score.token)]
+        assert entry["logprob"] == pytest.approx(score.logprob, abs=1e-4)
+        assert (entry["rank"], entry["decoded_token"]) == (score.rank, ALPHABET[score.token])
+    assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:])
+    body = {"messages": TALK, "max_tokens": 1, "prompt_logprobs": 0}
+    chat = json.loads(server.send("POST", "/v1/chat/completions", body)[1])
+    assert [list(entry) for entry in chat["prompt_logprobs"][1:]] == [[str(token)] for token in ids(RENDERED)[1:]]
+
+
+def test_a_chat_without_the_generation_prompt(server: Server, llm: LLM) -> None:
+    body = {"messages": TALK, "max_tokens": 8, "temperature": 0, "add_generation_prompt": False}
+    answer = json.loads(server.send("POST", "/v1/chat/completions", body)[1])
+    prompt = RENDERED.removesuffix("assistant:")
+    assert answer["choices"][0]["message"]["content"] == expected(llm, prompt, max_tokens=8, temperature=0)

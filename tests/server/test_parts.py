@@ -25,17 +25,19 @@ from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
 from gapless.errors import ConfigError, InvalidRequest
 from gapless.server.channel import ChildChannel, Disconnected
+from gapless.server.chat import answer_chat
 from gapless.server.completions import CompletionAnswer
 from gapless.server.engine_process import read_timeline
 from gapless.server.errors import dump, dump_early
 from gapless.server.generation import Choice, Generation
-from gapless.server.logprobs import CompletionLogprobs, TokenTexts, tell_logprobs
+from gapless.server.logprobs import TokenTexts, tell_completion_logprobs, tell_logprobs
 from gapless.server.logs import MAX_QUEUED, LineWriter
+from gapless.server.memory import MAX_KEPT, Kept, Memory
 from gapless.server.messages import FromEngine, News, Over, Pulse, Submit, ToEngine, pack_scores, pack_tokens
 from gapless.server.metrics import EngineTotals
 from gapless.server.options import ServerOptions, read_keys
-from gapless.server.protocol import CompletionRequest
-from gapless.server.responses import MAX_KEPT, Memory
+from gapless.server.protocol import ChatRequest, CompletionRequest
+from gapless.server.protocol import Message as ChatMessage
 from gapless.server.roster import Flight, Roster
 from gapless.server.supervisor import Supervisor, count_oom_kills
 from gapless.server.template_process import Renderer, Template
@@ -474,12 +476,12 @@ def test_an_option_that_could_not_be_kept_is_refused(wrong: dict[str, Any]) -> N
 def test_memory_is_bounded() -> None:
     memory = Memory()
     for number in range(MAX_KEPT + 5):
-        memory.keep(str(number), [{"role": "user", "content": "x"}])
+        memory.keep(str(number), Kept([{"role": "user", "content": "x"}], b"{}"))
     assert memory.recall("5")
     with pytest.raises(Exception, match="not here"):
         memory.recall("4")
     for number in range(5):
-        memory.keep(f"big {number}", [{"role": "user", "content": "x" * 20 * 2**20}])
+        memory.keep(f"big {number}", Kept([{"role": "user", "content": "x" * 10 * 2**20}], b"x" * 10 * 2**20))
     with pytest.raises(Exception, match="not here"):
         memory.recall("big 1")
 
@@ -524,7 +526,7 @@ def test_others_have_their_turn_while_many_log_probabilities_are_told() -> None:
 
     async def go() -> None:
         texts, tokens = TokenTexts(None), [score.token for score in scores]
-        told, num_turns = await turns(CompletionLogprobs(texts).tell(tokens, packed))
+        told, num_turns = await turns(tell_completion_logprobs(texts, tokens, packed, [0] * len(tokens), 2))
         assert told["tokens"] == [f"token_id:{token}" for token in tokens]
         assert told["token_logprobs"] == [None] + [-1.0] * 999
         assert num_turns >= 15
@@ -563,3 +565,31 @@ def test_a_long_text_is_tokenized_while_others_run(tiny_llm: LLM) -> None:
 
     longest, whole = asyncio.run(go())
     assert longest < whole / 2
+
+
+@pytest.mark.parametrize(
+    ("values", "passed"),
+    [
+        ({}, {}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        ({"continue_final_message": True}, {"add_generation_prompt": False, "continue_final_message": True}),
+    ],
+    ids=str,
+)
+def test_who_speaks_next_is_passed_on_to_the_template(values: dict[str, Any], passed: dict[str, Any]) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class FakeService:
+        """Knows what it was asked to encode, and goes no further."""
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **options: None
+
+        async def encode_chat(self, messages: Any, **options: Any) -> list[int]:
+            asked.append(options)
+            raise InvalidRequest("enough")
+
+    body = ChatRequest(messages=[ChatMessage(role="user", content="Hello")], **values)
+    with pytest.raises(InvalidRequest, match="enough"):
+        asyncio.run(answer_chat(FakeService(), body, "me"))  # type: ignore[arg-type]
+    assert asked == [passed]

@@ -13,6 +13,7 @@ from servers import MAX_LEN, TIMEOUT_S, Server, eventually
 
 TALK = [{"role": "user", "content": "Hello"}]
 CHAT = "/v1/chat/completions"
+TEXT = {"type": "text", "text": "Hello"}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,8 @@ CHAT = "/v1/chat/completions"
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": True}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"temperature": 2.01}, "temperature"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_k": 2.5}, "top_k"),
         ({"seed": 2**63}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -53,6 +55,7 @@ CHAT = "/v1/chat/completions"
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
         ({"messages": [*TALK, {"role": "user", "content": "a", "wieght": 1}]}, "messages.1.wieght"),
+        ({"messages": [{"role": "user", "content": [TEXT, TEXT | {"wieght": 1}]}]}, "messages.0.content.1.wieght"),
         ({"messages": "Hello"}, "messages"),
         ({"stream": "yes"}, "stream"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -60,7 +63,11 @@ CHAT = "/v1/chat/completions"
         ({"logprobs": 3}, "logprobs"),
         ({"timeout": 0}, "timeout"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
+        ({"n": 2, "best_of": 1}, "best_of"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"stream": True, "stream_options": {"include_usge": True}}, "include_usge"),
     ],
     ids=str,
@@ -113,6 +120,59 @@ def test_too_many_prompts_are_refused_before_any_is_looked_at(
     assert "the server allows" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        ({"role": "user", "content": "a", "wieght": 1}, "input.0.wieght"),
+        ({"role": "user", "content": [{"type": "input_text", "text": "a", "wieght": 1}]}, "input.0.content.0.wieght"),
+    ],
+    ids=["item", "part"],
+)
+def test_a_field_of_an_input_that_nobody_reads_is_refused(server: Server, item: Any, param: str) -> None:
+    status, error = server.error("POST", "/v1/responses", {"input": [item], "max_output_tokens": 2})
+    assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [TEXT | {"x": None}], "y": None}], "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        (
+            "/v1/responses",
+            {"input": [{"type": None, "role": "user", "content": "a", "y": None}], "max_output_tokens": 1},
+        ),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": None, "add_generation_prompt": None}),
+        ("/detokenize", {"tokens": [1]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_null_is_absent_whatever_the_name(server: Server, path: str, body: dict[str, Any]) -> None:
+    nulls = dict.fromkeys(("enable_thinking", "max_completion_tokens", "stream_options", "no_such_name", "best_of"))
+    status, data = server.send("POST", path, body | nulls)
+    assert status == 200, data
+
+
+def test_legal_bounds_are_taken(server: Server) -> None:
+    for values in ({"top_p": 0, "temperature": 2}, {"n": 2, "best_of": 2}, {"temperature": 0}):
+        status, data = server.send("POST", CHAT, {"messages": TALK, "max_tokens": 2} | values)
+        assert status == 200, data
+
+
+def test_refusals_are_counted_by_outcome(server: Server) -> None:
+    """A wrong type, a wrong value, and a model that is not there: one each, on the paths that generate."""
+    invalid = 'gapless_requests_total{outcome="invalid"}'
+    before = server.metric(invalid)
+    for path, body in (
+        (CHAT, {"messages": TALK, "n": "1"}),
+        ("/v1/completions", {"prompt": "", "max_tokens": 2}),
+        ("/v1/responses", {"model": "gpt-9", "input": "a"}),
+    ):
+        server.error("POST", path, body)
+    server.error("POST", "/tokenize", {"prompt": 5})
+    assert server.metric(invalid) == before + 3
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_neutral_and_harmless_parameters_are_taken(server: Server, stream: bool) -> None:
     neutral = {
@@ -136,7 +196,9 @@ def test_neutral_and_harmless_parameters_are_taken(server: Server, stream: bool)
         "parallel_tool_calls": True,
         "stream_options": {"include_usage": False} if stream else None,
     }
-    said = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": [], "annotations": [], "name": "me"}
+    said = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": [], "annotations": [{"a": 1}]}
+    said |= {"name": "me", "cache_control": {"type": "ephemeral"}}
+    said["content"] = [TEXT | {"cache_control": {"type": "ephemeral"}}]
     talk = [*TALK, said, *TALK]
     status, _ = server.send("POST", CHAT, {"messages": talk, "max_tokens": 2, "stream": stream} | neutral)
     assert status == 200
@@ -317,6 +379,26 @@ def test_a_large_body_in_small_pieces_is_no_head(server: Server) -> None:
         assert raw.recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"host: localhost\r\nhost: localhost\r\n",
+        b"host: localhost\r\nHost: example.org\r\n",
+        b"host: localhost\r\ncontent-length: 2\r\ncontent-length: 3\r\n",
+        b"host: localhost\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n",
+    ],
+    ids=["same hosts", "hosts", "lengths", "length and chunks"],
+)
+def test_a_head_with_two_meanings_is_refused(server: Server, head: bytes) -> None:
+    """A proxy in front might have read the other one."""
+    with socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) as raw:
+        raw.sendall(b"POST /tokenize HTTP/1.1\r\nconnection: close\r\n" + head + b"\r\n{}")
+        raw.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b'"invalid_request_error"' in answer
+
+
 def test_two_requests_on_one_connection(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) as raw:
         raw.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2)
@@ -335,10 +417,12 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(server: Server) -> No
         raws.append(raw)
     for raw in raws:
         assert raw.recv(20).startswith(b"HTTP/1.1 200")
+    refused = server.metric('gapless_requests_total{outcome="refused"}')
     with pytest.raises(openai.RateLimitError) as caught:
         server.client().completions.create(model="tiny", prompt="a")
     assert int(caught.value.response.headers["retry-after"]) >= 1
     assert caught.value.code == "queue_full"
+    assert server.metric('gapless_requests_total{outcome="refused"}') == refused + 1
     for raw in raws:
         raw.close()
     eventually(lambda: json.loads(server.get("/state")[1])["running"] == 0, server)

@@ -100,3 +100,8 @@ def test_a_template_that_does_not_parse_is_the_models_fault(template: str) -> No
 def test_a_model_without_a_template() -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
         ChatTemplate(None).render(CHATS[0])
+
+
+def test_a_template_nested_too_deeply() -> None:
+    with pytest.raises(CorruptModel, match="nested too deeply"):
+        ChatTemplate("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}")

@@ -58,7 +58,6 @@ def test_smollm2_splits_all_digits(smollm2: Tokenizer) -> None:
 def test_smollm2_facts(smollm2: Tokenizer) -> None:
     assert smollm2.vocab_size == 49152
     assert (smollm2.bos_token, smollm2.eos_token) == ("<|im_start|>", "<|im_end|>")
-    assert smollm2.eos_token_ids == (2,)
     assert smollm2.special_ids == frozenset(range(17))
     assert smollm2.chat_template is not None
 
@@ -125,11 +124,41 @@ def test_user_defined_tokens_are_whole_and_shown() -> None:
     assert tokenizer.decode([0]) == ""
 
 
-def test_extra_ends_of_turn() -> None:
-    metadata = byte_level_metadata(eos_token_id=0, eot_token_id=1, eom_token_id=0, add_eos_token=True)
-    tokenizer = Tokenizer.from_gguf(metadata)
-    assert tokenizer.eos_token_ids == (0, 1)
+def test_eos_is_put_after_a_text_where_the_file_says_so() -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata(eos_token_id=0, add_eos_token=True))
     assert tokenizer.encode("h")[-1] == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": 5},
+        {"tokens": [1, 2]},
+        {"merges": [1]},
+        {"token_type": 7},
+        {"bos_token_id": "x"},
+        {"eos_token_id": 1.5},
+        {"eos_token_id": True},
+        {"pre": [1]},
+        {"model": 4},
+    ],
+)
+def test_values_of_the_wrong_type(changes: dict[str, Any]) -> None:
+    (key,) = changes
+    with pytest.raises(CorruptModel, match=key):
+        Tokenizer.from_gguf(byte_level_metadata(**changes))
+
+
+def test_a_token_too_long_to_be_taken_apart(sentencepiece_metadata: Callable[..., dict[str, Any]]) -> None:
+    metadata = sentencepiece_metadata()
+    metadata["tokenizer.ggml.tokens"][-1] = "a" * 100_000
+    with pytest.raises(CorruptModel, match="100000 characters"):
+        Tokenizer.from_gguf(metadata)
+
+
+def test_a_chat_template_that_is_not_text() -> None:
+    with pytest.raises(CorruptModel, match="chat_template"):
+        Tokenizer.from_gguf(byte_level_metadata() | {"tokenizer.chat_template": [1]})
 
 
 def test_sentencepiece_prefix_bytes_and_bos(sentencepiece: Tokenizer) -> None:

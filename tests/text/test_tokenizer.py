@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -34,7 +35,6 @@ def test_reads_a_directory(directory: Path) -> None:
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "T"}
     tokenizer = Tokenizer.from_directory(write(directory, tokenizer_config=config))
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template) == ("<s>", "</s>", "T")
-    assert tokenizer.eos_token_ids == (1,)
     assert tokenizer.special_ids == {0, 1}
     assert tokenizer.decode(tokenizer.encode("naïve café <s>x")) == "naïve café x"
     assert tokenizer.decode(tokenizer.encode("<s>x"), skip_special_tokens=False) == "<s>x"
@@ -65,13 +65,6 @@ def test_named_special_tokens_become_special(directory: Path) -> None:
     tokenizer = Tokenizer.from_directory(write(directory, special_tokens_map=config))
     assert tokenizer.decode(tokenizer.encode("a with space b")) == "a  b"
     assert tokenizer.token_to_id("not in the vocabulary") is None
-
-
-def test_eos_ids_of_the_generation_config_come_along(directory: Path) -> None:
-    files = {"tokenizer_config": {"eos_token": "</s>"}, "generation_config": {"eos_token_id": [1, 7]}}
-    assert Tokenizer.from_directory(write(directory, **files)).eos_token_ids == (1, 7)
-    (directory / "generation_config.json").unlink()
-    assert Tokenizer.from_directory(write(directory, config={"eos_token_id": 9})).eos_token_ids == (1, 9)
 
 
 def test_chat_template_places(directory: Path) -> None:
@@ -111,7 +104,7 @@ def test_a_missing_tokenizer_says_what_works_without(tmp_path: Path) -> None:
         Tokenizer.from_directory(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_config", "special_tokens_map", "generation_config"])
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_config", "special_tokens_map"])
 @pytest.mark.parametrize("content", ["{", "[]", "", "\x00"])
 def test_damaged_files(directory: Path, name: str, content: str) -> None:
     (directory / f"{name}.json").write_text(content)
@@ -130,3 +123,44 @@ def test_imports_no_torch() -> None:
         "import sys, gapless.text.detokenizer, gapless.text.chat, gapless.text.stop; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("key", ["additional_special_tokens", "extra_special_tokens"])
+@pytest.mark.parametrize("value", [5, "<a>", [["<a>"]], [5], [{"content": 5}], {"a": [1]}])
+def test_special_tokens_of_the_wrong_type(directory: Path, key: str, value: Any) -> None:
+    with pytest.raises(CorruptModel, match=rf"tokenizer_config\.json: {key} is"):
+        Tokenizer.from_directory(write(directory, tokenizer_config={key: value}))
+
+
+@pytest.mark.parametrize("value", [5, True, ["<s>"], {"content": [1]}, "\ud800"])
+def test_a_named_token_of_the_wrong_type(directory: Path, value: Any) -> None:
+    with pytest.raises(CorruptModel, match="eos_token is"):
+        Tokenizer.from_directory(write(directory, tokenizer_config={"eos_token": value}))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_files_that_are_no_text(directory: Path, name: str) -> None:
+    path = directory / name
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(CorruptModel, match=f"{name}: is not UTF-8"):
+        Tokenizer.from_directory(directory)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CorruptModel, match=f"{name}: is a FIFO"):
+        Tokenizer.from_directory(directory)
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(CorruptModel, match=f"{name}: cannot be read"):
+        Tokenizer.from_directory(directory)
+
+
+def test_a_config_nested_too_deeply(directory: Path) -> None:
+    (directory / "tokenizer_config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(CorruptModel, match=r"tokenizer_config\.json: is nested too deeply"):
+        Tokenizer.from_directory(directory)
+
+
+def test_a_chat_template_that_would_take_minutes_to_compile(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("{{a+a}}" * 2**16)
+    with pytest.raises(CorruptModel, match="the chat template has 458752 characters; at most 262144 are read"):
+        Tokenizer.from_directory(directory)

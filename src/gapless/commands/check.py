@@ -6,12 +6,10 @@ import argparse
 import dataclasses
 import json
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gapless import batch_file
-from gapless.batch_file import BadLine, Line
+from gapless import console
 from gapless.commands import EXIT_FAILED
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
@@ -19,6 +17,7 @@ from gapless.errors import ConfigError, InvalidRequest, ModelNotFound
 from gapless.models.source import resolve
 from gapless.pipeline.engine import derive_seed
 from gapless.progress import progress_bar
+from gapless.prompt_file import BadLine, Line, read_lines, read_prompts
 from gapless.proof import report
 from gapless.proof.campaign import examine, smallest
 from gapless.proof.draw import Menu, draw_asks, draw_schedule
@@ -77,7 +76,7 @@ def check(args: argparse.Namespace, options: EngineOptions) -> int:
         value = report.to_json(tally, judge.comparison, about)
         Path(args.json).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     if found is not None:
-        print("making the failing schedule small ...", file=sys.stderr)
+        console.say("making the failing schedule small ...")
         kept = {name: getattr(options, name) for name in KEPT_OPTIONS}
         small = smallest(judge, found, stage.room)
         _show(Failure(options.model, kept, stage.room, args.steps, *small), Path(args.save))
@@ -157,10 +156,10 @@ def _asks(stage: ModelStage, prompts: str | None, steps: int, seed: int) -> list
     if prompts is None and stage.tokenizer is None:
         return draw_asks(random.Random(seed), stage.config.vocab_size, 12, steps)
     if prompts is None:
-        text = "\n".join(json.dumps({"temperature": 0, **prompt}) for prompt in PROMPTS)
+        lines = tuple(read_lines(json.dumps({"temperature": 0, **prompt}).encode() for prompt in PROMPTS))
     else:
-        text = batch_file.read_prompts(prompts, sys.stdin)
-    return [_ask(stage, line, steps, seed) for line in batch_file.read_lines(text)]
+        lines = read_prompts(prompts, console.stdin()).lines
+    return [_ask(stage, line, steps, seed) for line in lines]
 
 
 def _ask(stage: ModelStage, line: Line | BadLine, steps: int, seed: int) -> Ask:

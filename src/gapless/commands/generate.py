@@ -6,17 +6,19 @@ import argparse
 import dataclasses
 import sys
 
+from gapless import console
 from gapless.commands import EXIT_FAILED
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
 from gapless.llm import LLM
+from gapless.prompt_file import read_text
 from gapless.report import OverlapMeter
 from gapless.trace.files import TraceFiles
 
 
 def generate(args: argparse.Namespace, options: EngineOptions, params: SamplingParams) -> int:
     """Stream the continuation to standard output, the closing line to standard error."""
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = read_text(args.prompt, console.stdin())
     with LLM(**dataclasses.asdict(options)) as llm:
         meter = OverlapMeter(llm.engine)
         deltas = (
@@ -30,9 +32,9 @@ def generate(args: argparse.Namespace, options: EngineOptions, params: SamplingP
         print()
         assert completion is not None
         if completion.error is not None:
-            print(f"gapless: {completion.error}", file=sys.stderr)
+            console.say(f"gapless: {completion.error}")
             return EXIT_FAILED
-        print(meter.summary(), file=sys.stderr)
+        console.say(meter.summary())
     if options.trace:
-        print(f"timeline: {TraceFiles.at(str(options.trace))}", file=sys.stderr)
+        console.say(f"timeline: {TraceFiles.at(str(options.trace))}")
     return 0

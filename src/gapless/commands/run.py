@@ -4,90 +4,135 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
+import os
 import textwrap
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from gapless import batch_file
-from gapless.batch_file import BadLine, Line, Record, ResultFile
+from gapless import console
 from gapless.client import Job
 from gapless.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
-from gapless.errors import InvalidRequest
+from gapless.errors import ConfigError, InvalidRequest, OutputError
 from gapless.garbage import left_out
 from gapless.llm import LLM
+from gapless.part_file import Record
 from gapless.pipeline.engine import derive_seed
-from gapless.progress import Bar, progress_bar
+from gapless.progress import progress_bar
+from gapless.prompt_file import BadLine, Line, Prompts, read_prompts
 from gapless.report import OverlapMeter
+from gapless.result_file import ResultFile, Results, ResultStream, error_record, open_results, result_record
 from gapless.trace.files import TraceFiles
 
 
-class Results:
-    """Where results go: a result file, or memory until they are printed."""
+class Printout:
+    """Results without a file: kept in memory, and printed in input order at the end, whenever that is."""
 
-    def __init__(self, file: ResultFile | None) -> None:
-        self.file = file
-        self.records: dict[int, Record] = file.records if file is not None else {}
+    done: Set[int] = frozenset()
+
+    def __init__(self, lines: Sequence[Line | BadLine]) -> None:
+        self._lines = {line.index: line for line in lines if isinstance(line, Line)}
+        self._records: dict[int, Record] = {}
 
     def add(self, record: Record) -> None:
-        if self.file is not None:
-            self.file.add(record)
-        else:
-            self.records[record["index"]] = record
+        if "error" not in record:
+            self._records[record["index"]] = record
 
-    @property
-    def errors(self) -> list[Record]:
-        return [self.records[i] for i in sorted(self.records) if "error" in self.records[i]]
+    def finish(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        records, self._records = self._records, {}
+        for index in sorted(records):
+            record, line = records[index], self._lines[index]
+            asked = line.prompt if line.prompt is not None else line.messages[-1]["content"]
+            answer = textwrap.indent(record["text"].strip(), "    ")
+            print(f"[{record['id']}] {asked}\n{answer}  ({record['finish_reason']})\n")
+
+
+class Tally:
+    """Passes results on, and counts them."""
+
+    def __init__(self, results: Results, num_done: int, num_lines: int) -> None:
+        self._results = results
+        self.num_done, self.num_lines = num_done, num_lines
+        self.errors: list[Record] = []
+
+    def add(self, record: Record) -> None:
+        self._results.add(record)
+        self.num_done += 1
+        if "error" in record:
+            self.errors.append(record)
 
 
 def run(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str, Any]) -> int:
     """Complete the file's prompts; exit code 1 if some could not be."""
-    text = batch_file.read_prompts(args.prompts, sys.stdin)
-    lines = list(batch_file.read_lines(text))
-    results = Results(_result_file(args, text, options, sampling))
-    todo = [line for line in lines if line.index not in results.records]
-    _say_resumed(results)
+    prompts = read_prompts(args.prompts, console.stdin())
+    settings = {"model": options.model, "seed": options.seed, "token_ids": args.token_ids, **sampling}
+    results = _open(args, prompts, settings)
+    tally = Tally(results, len(results.done), len(prompts.lines))
     try:
-        with LLM(**dataclasses.asdict(options)) as llm, progress_bar("generating", len(lines), "prompt") as bar:
-            bar.advance(len(lines) - len(todo))
-            meter = OverlapMeter(llm.engine)
-            with left_out():
-                _complete(llm, todo, sampling, results, bar, token_ids=args.token_ids)
-            closing = meter.summary()
-    except KeyboardInterrupt:
-        return _interrupted(results, lines, options.trace)
-    if results.file is not None:
-        results.file.finish()
-    else:
-        _print_completions(lines, results)
+        todo = [line for line in prompts.lines if line.index not in results.done]
+        closing = _generate(options, todo, sampling, tally, token_ids=args.token_ids)
+        results.finish()
+    except (KeyboardInterrupt, OutputError) as error:
+        results.close()
+        return _stopped(error, results, tally, options.trace)
+    finally:
+        results.close()
     if options.trace:
         closing += f"\ntimeline: {TraceFiles.at(str(options.trace))}"
-    return _close(results, closing, len(lines))
+    return _close(results, tally, closing)
 
 
-def _result_file(
-    args: argparse.Namespace, text: str, options: EngineOptions, sampling: Mapping[str, Any]
-) -> ResultFile | None:
+def _open(
+    args: argparse.Namespace, prompts: Prompts, settings: Mapping[str, Any]
+) -> Printout | ResultFile | ResultStream:
     if args.output is None:
-        return None
-    settings = {"model": options.model, "seed": options.seed, "token_ids": args.token_ids, **sampling}
-    return ResultFile(Path(args.output), batch_file.fingerprint(text, settings), restart=args.restart)
+        return Printout(prompts.lines)
+    if args.prompts != "-" and os.path.isfile(args.output) and os.path.samefile(args.prompts, args.output):
+        raise ConfigError(f"{args.output}: the results would overwrite the prompts; choose a different -o")
+    results = open_results(
+        args.output,
+        prompts.fingerprint(settings),
+        len(prompts.lines),
+        restart=args.restart,
+        skip_damaged=args.skip_damaged,
+    )
+    if isinstance(results, ResultStream):
+        console.say(f"results go to {results.name} as they complete; such a run cannot be resumed")
+    elif results.done:
+        console.say(f"resuming from {results.part.path}: {len(results.done)} prompts are done (--restart starts over)")
+    return results
 
 
-def _complete(
-    llm: LLM, lines: list[Line | BadLine], sampling: Mapping[str, Any], results: Results, bar: Bar, *, token_ids: bool
-) -> None:
-    by_index = {line.index: line for line in lines if isinstance(line, Line)}
-    for index, completion in llm.run(_jobs(llm, lines, sampling, results, bar)):
-        results.add(batch_file.result_record(by_index[index], completion, token_ids=token_ids))
-        bar.advance(1, len(completion.token_ids))
+def _generate(
+    options: EngineOptions,
+    todo: Sequence[Line | BadLine],
+    sampling: Mapping[str, Any],
+    tally: Tally,
+    *,
+    token_ids: bool,
+) -> str:
+    """Run the prompts; the summary of how that went."""
+    by_index = {line.index: line for line in todo if isinstance(line, Line)}
+    with LLM(**dataclasses.asdict(options)) as llm, progress_bar("generating", tally.num_lines, "prompt") as bar:
+        bar.advance(tally.num_done)
+        meter = OverlapMeter(llm.engine)
+
+        def keep(record: Record) -> None:
+            tally.add(record)
+            bar.advance(1, record.get("num_tokens", 0))
+
+        with left_out():
+            for index, completion in llm.run(_jobs(llm, todo, sampling, keep)):
+                keep(result_record(by_index[index], completion, token_ids=token_ids))
+        return meter.summary()
 
 
 def _jobs(
-    llm: LLM, lines: list[Line | BadLine], sampling: Mapping[str, Any], results: Results, bar: Bar
+    llm: LLM, lines: Sequence[Line | BadLine], sampling: Mapping[str, Any], keep: Callable[[Record], None]
 ) -> Iterator[tuple[int, Job]]:
     """Jobs for the lines that can run; the others become results with their error."""
     for line in lines:
@@ -96,8 +141,7 @@ def _jobs(
                 raise InvalidRequest(line.error)
             yield line.index, prepare(llm, line, sampling)
         except InvalidRequest as error:
-            results.add(batch_file.error_record(line.index, line.id, str(error)))
-            bar.advance(1)
+            keep(error_record(line.index, line.id, str(error)))
 
 
 def prepare(llm: LLM, line: Line, sampling: Mapping[str, Any]) -> Job:
@@ -110,47 +154,29 @@ def prepare(llm: LLM, line: Line, sampling: Mapping[str, Any]) -> Job:
     return llm.prepare(line.prompt, params)
 
 
-def _say_resumed(results: Results) -> None:
-    if results.file is not None and results.file.num_resumed:
-        print(
-            f"going on with {results.file.part}: {results.file.num_resumed} prompts are done (--restart begins anew)",
-            file=sys.stderr,
-        )
-
-
-def _interrupted(results: Results, lines: list[Line | BadLine], trace: str | bool | None) -> int:
-    done, num_lines = len(results.records), len(lines)
+def _stopped(error: BaseException, results: object, tally: Tally, trace: str | bool | None) -> int:
+    """Say why the run ended early, and what is left of it."""
     if trace:
-        print(f"timeline so far: {TraceFiles.at(str(trace))}", file=sys.stderr)
-    if results.file is None:
-        _print_completions(lines, results)
-        print(f"stopped after {done} of {num_lines} prompts; with -o OUT.jsonl a run can go on later", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    results.file.close()
-    print(
-        f"stopped after {done} of {num_lines} prompts; they are kept in {results.file.part}. "
-        "Run the same command again to go on.",
-        file=sys.stderr,
-    )
-    return EXIT_INTERRUPTED
+        console.say(f"timeline so far: {TraceFiles.at(str(trace))}")
+    if isinstance(error, OutputError):
+        console.say(f"gapless: {error}")
+    told = f"stopped after {tally.num_done} of {tally.num_lines} prompts"
+    if isinstance(results, ResultFile):
+        console.say(f"{told}; their results are kept in {results.part.path}. Run the same command again to resume.")
+    else:
+        console.say(f"{told}; with -o OUT.jsonl a run can be resumed")
+    return EXIT_FAILED if isinstance(error, OutputError) else EXIT_INTERRUPTED
 
 
-def _print_completions(lines: list[Line | BadLine], results: Results) -> None:
-    for line in lines:
-        record = results.records.get(line.index)
-        if record is None or "error" in record:
-            continue
-        assert isinstance(line, Line)
-        asked = line.prompt if line.prompt is not None else line.messages[-1]["content"]
-        answer = textwrap.indent(record["text"].strip(), "    ")
-        print(f"[{record['id']}] {asked}\n{answer}  ({record['finish_reason']})\n")
-
-
-def _close(results: Results, closing: str, num_lines: int) -> int:
-    errors = results.errors
-    for record in errors:
-        print(f"error in {record['id']!r}: {record['error']}", file=sys.stderr)
-    if results.file is not None:
-        print(f"{num_lines - len(errors)} of {num_lines} prompts completed; results in {results.file.path}")
-    print(closing)
-    return EXIT_FAILED if errors else 0
+def _close(results: object, tally: Tally, closing: str) -> int:
+    for record in sorted(tally.errors, key=lambda record: int(record["index"])):
+        console.say(f"error in {record['id']!r}: {record['error']}")
+    if isinstance(results, ResultFile):
+        print(
+            f"{tally.num_lines - len(tally.errors)} of {tally.num_lines} prompts completed; results in {results.path}"
+        )
+    if isinstance(results, ResultStream):  # standard output may be the stream
+        console.say(closing)
+    else:
+        print(closing)
+    return EXIT_FAILED if tally.errors else 0

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gapless import batch_file
-from gapless.batch_file import Line
+from gapless import console
 from gapless.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gapless.commands.run import prepare
 from gapless.config import EngineOptions
@@ -19,6 +17,7 @@ from gapless.errors import InvalidRequest
 from gapless.garbage import left_out
 from gapless.llm import LLM
 from gapless.progress import progress_bar
+from gapless.prompt_file import Line, read_prompts
 from gapless.report import OverlapMeter
 from gapless.trace.files import TraceFiles
 from gapless.trace.timeline import Timeline
@@ -48,7 +47,7 @@ def trace(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[st
     code = tell_errors(runs)
     if runs[-1].is_whole:
         return code
-    print(f"interrupted at {runs[-1].timeline.label}: the timeline ends there", file=sys.stderr)
+    console.say(f"interrupted at {runs[-1].timeline.label}: the timeline ends there")
     return EXIT_INTERRUPTED
 
 
@@ -56,7 +55,7 @@ def record_all(
     path: str, options: EngineOptions, sampling: Mapping[str, Any], depths: Sequence[int | str]
 ) -> list[Recorded]:
     """Run the prompts of a file at each depth, up to an interrupt. Raises InvalidRequest if any line cannot run."""
-    found = list(batch_file.read_lines(batch_file.read_prompts(path, sys.stdin)))
+    found = read_prompts(path, console.stdin()).lines
     for line in found:
         if not isinstance(line, Line):
             raise InvalidRequest(line.error)
@@ -94,5 +93,5 @@ def tell_errors(runs: Sequence[Recorded]) -> int:
     """Print the prompts that failed; the exit code that this means."""
     for run in runs:
         for index, error in run.errors.items():
-            print(f"error in line {index}, {run.timeline.label}: {error}", file=sys.stderr)
+            console.say(f"error in line {index}, {run.timeline.label}: {error}")
     return EXIT_FAILED if any(run.errors for run in runs) else 0

@@ -22,10 +22,10 @@ class SamplingParams:
     """How to continue a prompt. Immutable, and valid once it exists."""
 
     max_tokens: int = 256  # most tokens to generate
-    min_tokens: int = 0  # no end-of-sequence or stop token before this many
+    min_tokens: int = 0  # no stop before this many: no end-of-sequence or stop token, and no stop string
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
-    top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
+    top_p: float = 1.0  # keep the likeliest tokens that together reach this probability; 0 is greedy
     min_p: float = 0.0  # keep tokens at least this likely, relative to the likeliest
     seed: int | None = None  # same seed, same tokens; None derives one from the engine's seed
     stop: tuple[str, ...] = ()  # end before any of these strings
@@ -43,7 +43,9 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens, "max_tokens")
         _number("temperature", self.temperature, 0.0, 100.0)
         _integer("top_k", self.top_k, 0, 2**31 - 1)
-        _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:  # keeps the likeliest token alone
+            object.__setattr__(self, "temperature", 0.0)
         _number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
@@ -84,11 +86,11 @@ def _integer(name: str, value: Any, low: int, high: int, high_name: str | None =
         raise InvalidRequest(f"{name} must be between {low} and {limit}, got {value}")
 
 
-def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
+def _number(name: str, value: Any, low: float, high: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value:
         raise InvalidRequest(f"{name} must be a number, got {value!r}")
-    if not low <= value <= high or (above and value == low):
-        raise InvalidRequest(f"{name} must be {'above' if above else 'at least'} {low} and at most {high}, got {value}")
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be at least {low} and at most {high}, got {value}")
 
 
 def _check_stops(stop: tuple[Any, ...], stop_token_ids: tuple[Any, ...]) -> None:

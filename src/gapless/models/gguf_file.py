@@ -4,6 +4,7 @@ Owns the mapping of the file and knows the container format (versions 2 and 3, l
 Knows nothing of architectures: what a key or a tensor name means is for `config` and `weights`.
 """
 
+import errno
 import mmap
 import struct
 from collections.abc import Mapping
@@ -15,12 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gapless.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from gapless.errors import CapacityError, CorruptModel, ModelNotFound, UnsupportedModel
+from gapless.models.files import check_regular, is_there
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _UINT64 = struct.Struct("<Q")
 _DEFAULT_ALIGNMENT = 32
+_MAX_HEADER_BYTES = 128 * 2**20  # with a vocabulary of 50 thousand it has 2
+_MAX_ARRAY_ITEMS = 2**24
+_MAX_ENTRIES = 2**17  # keys, or tensors
 
 
 class GGUFFile:
@@ -93,13 +98,16 @@ def _aligned(position: int, alignment: object) -> int:
 
 
 def _map(path: Path) -> mmap.mmap:
+    if is_there(path):
+        check_regular(path)
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError as error:  # an empty file cannot be mapped
         raise CorruptModel(f"{path}: the file is empty") from error
     except OSError as error:
-        raise ModelNotFound(f"{path}: {error.strerror}") from error
+        kind = CapacityError if error.errno == errno.ENOMEM else ModelNotFound
+        raise kind(f"{path}: {error.strerror}") from error
 
 
 class _Cursor:
@@ -111,9 +119,16 @@ class _Cursor:
         self.buffer = buffer
         self.position = 0
 
+    def _check(self, position: int) -> None:
+        if position > len(self.buffer):
+            raise ValueError("a value runs past the end of the file")
+        if position > _MAX_HEADER_BYTES:
+            raise ValueError(f"the header is larger than {_MAX_HEADER_BYTES} bytes")
+
     def scalar(self, code: str) -> Any:
         (value,) = struct.unpack_from(f"<{code}", self.buffer, self.position)
         self.position += struct.calcsize(f"<{code}")
+        self._check(self.position)
         return value
 
     def strings(self, count: int) -> list[str]:
@@ -123,8 +138,7 @@ class _Cursor:
             (length,) = length_of(buffer, position)
             begin = position + 8
             position = begin + length
-            if position > len(buffer):
-                raise ValueError("a string runs past the end of the file")
+            self._check(position)
             values.append(str(buffer[begin:position], "utf-8"))
         self.position = position
         return values
@@ -140,9 +154,12 @@ class _Cursor:
         return self.scalar(_code(kind))
 
     def array(self, kind: int, count: int) -> list[Any]:
+        if count > _MAX_ARRAY_ITEMS:
+            raise ValueError(f"an array of {count} items")
         if kind == _STRING:
             return self.strings(count)
         dtype = np.dtype(f"<{_code(kind)}" if kind != 7 else np.bool_)
+        self._check(self.position + count * dtype.itemsize)
         values = np.frombuffer(self.buffer, dtype, count, self.position) if count else np.empty(0, dtype)
         self.position += values.nbytes
         items: list[Any] = values.tolist()
@@ -166,6 +183,8 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], list[_TensorInfo], in
     if version not in (2, 3):
         raise ValueError(f"version {version} is neither 2 nor 3")
     num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
+    if max(num_tensors, num_keys) > _MAX_ENTRIES:
+        raise ValueError(f"{num_tensors} tensors and {num_keys} keys")
     metadata = {}
     for _ in range(num_keys):
         key = cursor.string()

@@ -3,17 +3,16 @@
 Owns the order of loading. Knows no file format (`weights`, `config`) and no layer (`llama`).
 """
 
-import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gapless.errors import CorruptModel
+from gapless.errors import ConfigError, CorruptModel
 from gapless.models.config import ModelConfig
+from gapless.models.files import read_object
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.llama import CausalLM, ReadWeight, weight_shapes
 from gapless.models.source import ModelSource
@@ -24,13 +23,14 @@ logger = logging.getLogger(__name__)
 LoadFormat = Literal["auto", "dummy"]
 Progress = Callable[[int, int], None]  # tensors read so far, of how many
 _MAX_NAMED = 5
+_CHECKED_AT_ONCE = 2**24
 
 
 def load_config(source: ModelSource) -> ModelConfig:
     if source.kind == "gguf":
         return ModelConfig.from_gguf(GGUFFile(source.path))
-    generation = source.path / "generation_config.json"
-    return ModelConfig.from_hf(_read_json(source.path / "config.json"), _read_json(generation, optional=True))
+    generation = read_object(source.path / "generation_config.json", optional=True)
+    return ModelConfig.from_hf(read_object(source.path / "config.json"), generation)
 
 
 def load_model(
@@ -67,7 +67,7 @@ def open_weights(
     expected = weight_shapes(config)
     weights = _open_source(source, config, expected, dtype, device, load_format, seed)
     _check_shapes(weights, expected, source)
-    return _Reader(weights, len(expected), dtype, device, progress)
+    return _Reader(weights, len(expected), dtype, device, progress, checks=load_format != "dummy")
 
 
 def _open_source(
@@ -102,29 +102,52 @@ def _check_shapes(weights: Weights, expected: Shapes, source: ModelSource) -> No
 
 
 class _Reader:
-    """Reads a weight by name onto the device and reports progress."""
+    """Reads a weight by name onto the device and reports progress. The last one brings the check of all values."""
 
     def __init__(
-        self, weights: Weights, num_total: int, dtype: torch.dtype, device: torch.device, progress: Progress | None
+        self,
+        weights: Weights,
+        num_total: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None,
+        *,
+        checks: bool,
     ) -> None:
         self._weights, self._dtype, self._device, self._progress = weights, dtype, device, progress
         self._num_read, self._num_total = 0, num_total
+        self._checks = checks
+        self._sums: dict[str, Tensor] = {}  # [] on the device; finite only if every value is
 
     def __call__(self, name: str) -> Tensor:
         tensor = self._weights.read(name).to(device=self._device, dtype=self._dtype)
         self._num_read += 1
+        if self._checks:
+            self._sums[name] = tensor.sum()
+            if self._num_read == self._num_total:
+                self._check_values()
         if self._progress is not None:
             self._progress(self._num_read, self._num_total)
         return tensor
 
+    def _check_values(self) -> None:
+        """Refuse NaN and infinite weights. A sum may overflow, so whatever it points at is looked at again."""
+        are_finite = torch.stack(list(self._sums.values())).isfinite().tolist()  # the one wait for the device
+        for name, is_finite in zip(self._sums, are_finite, strict=True):
+            if not is_finite:
+                self._check_weight(name)
+        self._sums.clear()
 
-def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    if optional and not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CorruptModel(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise CorruptModel(f"{path}: holds a {type(content).__name__}, not an object")
-    return content
+    def _check_weight(self, name: str) -> None:
+        stored = self._weights.read(name)
+        if not _is_finite(stored):
+            raise CorruptModel(f"{self._weights.origin(name)}: tensor {name} has values that are NaN or infinite")
+        if not _is_finite(stored.to(self._dtype)):
+            raise ConfigError(
+                f"dtype {str(self._dtype).removeprefix('torch.')} is too narrow for the values of tensor {name}; "
+                "use bfloat16 or float32"
+            )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(bool(part.isfinite().all()) for part in torch.split(tensor.flatten(), _CHECKED_AT_ONCE))

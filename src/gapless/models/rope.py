@@ -11,14 +11,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gapless.models.config import RopeConfig
+from gapless.errors import CorruptModel
+from gapless.models.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:  # [head_dim / 2] float32
+    """Raises CorruptModel for parameters that no table of angles can be made of."""
     inverse = 1.0 / _wavelengths(rope, head_dim)
     if rope.freq_factors is not None:
         inverse = inverse / torch.tensor(rope.freq_factors)
-    return _SCALINGS[rope.kind](inverse, rope, head_dim)
+    try:
+        scaled = _SCALINGS[rope.kind](inverse, rope, head_dim)
+    except (ArithmeticError, ValueError) as error:
+        raise CorruptModel(f"{_named(rope)}: no frequencies can be computed ({error})") from error
+    if not bool(scaled.isfinite().all()):
+        raise CorruptModel(f"{_named(rope)}: the frequencies are not all finite")
+    return scaled
+
+
+def _named(rope: RopeConfig) -> str:
+    return f"rope of kind {rope.kind} with theta {rope.theta} and factor {rope.factor}"
 
 
 def _wavelengths(rope: RopeConfig, head_dim: int) -> Tensor:

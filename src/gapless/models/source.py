@@ -5,11 +5,13 @@ Owns the search order and the download. Does not open what it finds.
 
 import importlib.util
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from gapless.errors import ModelNotFound
+from gapless.models.files import check_regular, is_there
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt"]
@@ -27,16 +29,30 @@ def resolve(model: str | Path) -> ModelSource:
     """Finds a model on this machine, or downloads it when the name looks like a hub id."""
     if model == "smollm2":
         return ModelSource("smollm2", _packaged_smollm2(), "gguf")
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = _home_expanded(Path(model))
+    if _is(path, Path.is_dir):
         return _in_directory(path)
-    if path.is_file():
+    if _is(path, Path.exists):
         return _single_file(path)
     if isinstance(model, str) and _HUB_ID.fullmatch(model):
         return ModelSource(model, _download(model), "hf")
     raise ModelNotFound(
         f"{model}: no such directory or file; give smollm2, a directory, a .gguf file or a hub id org/name"
     )
+
+
+def _home_expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:  # no such user
+        raise ModelNotFound(f"{path}: {error}") from error
+
+
+def _is(path: Path, test: Callable[[Path], bool]) -> bool:
+    try:
+        return test(path)
+    except OSError as error:  # a folder on the way is closed to us, or the name is too long for any file
+        raise ModelNotFound(f"{path}: {error.strerror}") from error
 
 
 def _packaged_smollm2() -> Path:
@@ -48,7 +64,7 @@ def _packaged_smollm2() -> Path:
 
 
 def _in_directory(path: Path) -> ModelSource:
-    if (path / "config.json").exists():
+    if is_there(path / "config.json"):
         return ModelSource(path.resolve().name, path, "hf")
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
@@ -60,6 +76,7 @@ def _in_directory(path: Path) -> ModelSource:
 def _single_file(path: Path) -> ModelSource:
     if path.suffix.lower() != ".gguf":
         raise ModelNotFound(f"{path}: a model file must be a .gguf; for safetensors give the directory")
+    check_regular(path)
     return ModelSource(path.stem, path, "gguf")
 
 

@@ -4,7 +4,6 @@ Each source lists shapes by Hugging Face name without reading data, and reads on
 Knows the file layouts and how GGUF orders the rows of a head; knows nothing of what a model does with a weight.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gapless.errors import CorruptModel, UnsupportedModel
+from gapless.models.files import check_regular, is_there, read_object, shown
 from gapless.models.gguf_file import GGUFFile
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -72,27 +72,33 @@ def _open_shard(path: Path) -> Any:
 
 
 def _shards(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if is_there(index):
         paths = [directory / name for name in _index_files(index)]
     else:
-        single = directory / "model.safetensors"
-        paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+        paths = [single] if is_there(single) else sorted(directory.glob("*.safetensors"))
     if not paths and list(directory.glob("*.bin")):
         raise UnsupportedModel(f"{directory}: has *.bin weights only; convert them to safetensors")
     if not paths:
         raise CorruptModel(f"{directory}: has no *.safetensors file")
     for path in paths:
-        if not path.exists():
-            raise CorruptModel(f"{path}: this shard is missing, though {index.name} names it")
+        check_regular(path)
     return paths
 
 
 def _index_files(index: Path) -> list[str]:
-    try:
-        return sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptModel(f"{index}: not an index with a weight_map ({error!r})") from error
+    """The shards that an index names, each of them below the index's own folder."""
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise CorruptModel(f"{index}: weight_map is {shown(names)}, not an object")
+    for tensor, name in names.items():
+        if not isinstance(name, str):
+            raise CorruptModel(f"{index}: {shown(tensor)} lies in {shown(name)}, which is not the name of a file")
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CorruptModel(f"{index}: {shown(tensor)} lies in {shown(name)}, which is outside the model's folder")
+        if not is_there(index.parent / name):
+            raise CorruptModel(f"{index.parent / name}: this shard is missing, though {index.name} names it")
+    return sorted(set(names.values()))
 
 
 class GGUFWeights:

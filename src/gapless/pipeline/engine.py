@@ -36,6 +36,7 @@ from gapless.pipeline.intake import make_request
 from gapless.pipeline.loop import Depth, run_loop
 from gapless.pipeline.readings import Load, Pulse, Stats
 from gapless.runner.build import Built, build
+from gapless.runner.memory import shortage_named
 from gapless.runner.resolve import Resolved, resolve
 from gapless.trace.recorder import KEPT_STEPS, Recorder
 from gapless.trace.timeline import Timeline
@@ -50,6 +51,7 @@ AUTO_DEPTHS = (1, 2)
 class Engine:
     """Runs requests until closed."""
 
+    @shortage_named("the engine")
     def __init__(
         self,
         options: EngineOptions,

@@ -1,8 +1,9 @@
-"""Random workloads against every check, for as long as one likes: `python -m gapless.proof.fuzz --seconds 600`.
+"""Random cases against every check, for as long as one likes: `python -m gapless.proof.fuzz --seconds 600`.
 
-Everything at once on tiny models of several families: prefix cache, preemption, aborts, stop strings and tokens,
-seeded draws, minimum lengths, steps that fail, block and chunk sizes, depths 1 to 4. A workload is its seed; one that
-fails is made small and written to a file that `gapless check --replay` plays.
+The target `schedules` plays workloads with everything at once on tiny models of several families: prefix cache,
+preemption, aborts, stop strings and tokens, seeded draws, minimum lengths, steps that fail, block and chunk sizes,
+depths 1 to 4. A workload is its seed; one that fails is made small and written to a file that `gapless check --replay`
+plays. The other targets have modules of their own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,6 +23,8 @@ from gapless.proof import report
 from gapless.proof.campaign import examine, smallest
 from gapless.proof.draw import Menu, draw_asks, draw_schedule
 from gapless.proof.judge import ALONE, Judge
+from gapless.proof.model_folders import FAILED, fuzz_model_folders
+from gapless.proof.part_files import Wrong, fuzz_part_files
 from gapless.proof.report import Failure, Tally
 from gapless.proof.schedule import Schedule
 from gapless.proof.stage import ModelStage
@@ -92,29 +96,61 @@ def _try(seed: int, number: int, tally: Tally) -> Failure | None:
     return Failure(model, {}, stage.room, MENU.most_tokens, *small)
 
 
+def fuzz_schedules(seconds: float, seed: int, save: Path) -> Counter[str]:
+    """Play workloads, and write down those that fail."""
+    torch.set_num_threads(1)
+    tally, number, failures = run(seed, most_s=seconds, say=_say)
+    _say(
+        f"{'workloads':11} {number} on {NUM_MODELS * len(FAMILIES)} tiny models; "
+        f"{tally.num_stopped} requests stopped early, {tally.num_failed} failed with their step"
+    )
+    _say("\n".join(report.lines(tally, ALONE)))
+    for index, failure in enumerate(failures):
+        path = save / f"fuzz-{seed}-{index}.json"
+        failure.save(path)
+        _say(f"{'smallest':11} {failure.schedule.describe()}")
+        _say(f"{'replay':11} gapless check --replay {path}")
+    return Counter({"workloads": number, FAILED: max(len(failures), int(not tally.passed))})
+
+
+def _part_files(seconds: float, seed: int) -> Counter[str]:
+    try:
+        return fuzz_part_files(seconds, seed)
+    except Wrong as error:
+        _say(f"FAIL: {error}")
+        return Counter({FAILED: 1})
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+# seconds, a seed and a folder for what fails -> counts of outcomes; what is under FAILED should not be
+TARGETS: dict[str, Callable[[float, int, Path], Counter[str]]] = {
+    "schedules": fuzz_schedules,
+    "model-folders": lambda seconds, seed, save: fuzz_model_folders(seconds, seed, say=_say),
+    "part-files": lambda seconds, seed, save: _part_files(seconds, seed),
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gapless.proof.fuzz", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0, help="how long (default: 600)")
-    parser.add_argument("--seed", type=int, default=None, help="where the workloads come from (default: the clock)")
+    parser.add_argument("--target", choices=[*TARGETS, "all"], default="all", help="what to fuzz (default: all)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="how long, all targets together (default: 600)")
+    parser.add_argument("--seed", type=int, default=None, help="where the cases come from (default: the clock)")
     parser.add_argument("--save", default=".", metavar="DIR", help="where failing schedules are written")
     args = parser.parse_args(argv)
     if not Path(args.save).is_dir():
         parser.error(f"--save: {args.save}: no such folder")
-    torch.set_num_threads(1)
     seed = args.seed if args.seed is not None else int(time.time())
-    print(f"seed {seed}", flush=True)
-    tally, number, failures = run(seed, most_s=args.seconds, say=lambda text: print(text, flush=True))
-    print(
-        f"{'workloads':11} {number} on {NUM_MODELS * len(FAMILIES)} tiny models; "
-        f"{tally.num_stopped} requests stopped early, {tally.num_failed} failed with their step"
-    )
-    print("\n".join(report.lines(tally, ALONE)))
-    for index, failure in enumerate(failures):
-        path = Path(args.save) / f"fuzz-{seed}-{index}.json"
-        failure.save(path)
-        print(f"{'smallest':11} {failure.schedule.describe()}")
-        print(f"{'replay':11} gapless check --replay {path}")
-    return 0 if tally.passed and not failures else 1
+    _say(f"{'seed':11} {seed}")
+    names = list(TARGETS) if args.target == "all" else [args.target]
+    num_failed = 0
+    for name in names:
+        counts = TARGETS[name](args.seconds / len(names), seed, Path(args.save))
+        num_failed += counts[FAILED]
+        _say(f"{name}: {', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())}")
+    return 1 if num_failed else 0
 
 
 if __name__ == "__main__":

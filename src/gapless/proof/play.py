@@ -174,7 +174,7 @@ class Player:
             limit=min(ask.length, self._schedule.max_model_len),
             streams=True,
         )
-        self._texts[ask.id] = Assembler(self._tokenizer, ask.params.stop)
+        self._texts[ask.id] = Assembler(self._tokenizer, ask.params.stop, min_tokens=ask.params.min_tokens)
         self._scheduler.add(request)
 
     def _deliver(self, commit: Commit) -> None:

@@ -45,7 +45,7 @@ def named_stage(name: str) -> ModelStage:
 
 def tiny_stage(family: str, seed: int = 0, *, native: bool = False) -> ModelStage:
     """A stage with a random model of the family."""
-    config = ModelConfig.from_hf(_raw_config(**FAMILIES[family]))
+    config = ModelConfig.from_hf(raw_config(**FAMILIES[family]))
     shapes = weight_shapes(config)
 
     def read(name: str) -> torch.Tensor:
@@ -59,7 +59,7 @@ def tiny_stage(family: str, seed: int = 0, *, native: bool = False) -> ModelStag
     return ModelStage(model, resolved, ROOM, _tokenizer())
 
 
-def _raw_config(**changes: Any) -> dict[str, Any]:
+def raw_config(**changes: Any) -> dict[str, Any]:
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,

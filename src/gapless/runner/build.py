@@ -22,12 +22,22 @@ from gapless.device.base import Device
 from gapless.errors import ConfigError
 from gapless.models.config import ModelConfig
 from gapless.models.llama import CausalLM, weight_shapes
-from gapless.models.loader import load_config, load_model, open_weights
+from gapless.models.loader import load_model, open_weights
 from gapless.models.source import ModelSource
 from gapless.runner.kv_store import KVStore
 from gapless.runner.logprobs import score
+from gapless.runner.memory import shortage_named
 from gapless.runner.native import NativeModel, NativeRunner
-from gapless.runner.resolve import NATIVE_DEVICES, Resolved, dtypes, is_native, max_model_len, resolve_on, sizes
+from gapless.runner.resolve import (
+    NATIVE_DEVICES,
+    Resolved,
+    dtypes,
+    is_native,
+    max_model_len,
+    read_config,
+    resolve_on,
+    sizes,
+)
 from gapless.runner.runner import Runner
 from gapless.runner.sampler import sample
 from gapless.runner.step import Sampler, Step
@@ -52,15 +62,20 @@ class Built:
     attention: str = ""  # which one runs and why, in words
 
 
+@shortage_named("the model")
 def build(options: EngineOptions, source: ModelSource, progress: Progress | None = None) -> Built:
     """Load the model and lay out its memory. `progress(done, total)` counts weights, then graphs."""
-    config = load_config(source)
+    config = read_config(source)
     device = open_device(pick_device(options.device), seed=options.interleave, check=options.check)
-    model = load(options, source, config, device, progress)
-    num_rows, num_tokens = sizes(options, device)
-    dry_run = partial(_dry_run, model, config, device, num_rows, num_tokens)
-    resolved = resolve_on(device, options, config, dry_run)
-    return assemble(device, model, resolved, batch_invariant=options.batch_invariant, progress=progress)
+    try:
+        model = load(options, source, config, device, progress)
+        num_rows, num_tokens = sizes(options, device)
+        dry_run = partial(_dry_run, model, config, device, num_rows, num_tokens)
+        resolved = resolve_on(device, options, config, dry_run)
+        return assemble(device, model, resolved, batch_invariant=options.batch_invariant, progress=progress)
+    except BaseException:
+        device.close()
+        raise
 
 
 def load(

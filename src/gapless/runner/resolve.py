@@ -13,9 +13,10 @@ import torch
 
 from gapless.config import EngineOptions, parse_bytes
 from gapless.core.limits import Limits
+from gapless.core.params import MAX_STOP_IDS
 from gapless.device import open_device, pick_device
 from gapless.device.base import Device
-from gapless.errors import CapacityError, ConfigError
+from gapless.errors import CapacityError, ConfigError, UnsupportedModel
 from gapless.models.config import ModelConfig
 from gapless.models.loader import load_config
 from gapless.models.source import ModelSource
@@ -51,6 +52,10 @@ DEFAULTS = {"cpu": _cpu_defaults, "cuda": _cuda_defaults}
 NATIVE_DEVICES = ("cpu",)
 
 
+MAX_AUTO_LEN = 2**20  # tokens of a request, unless the user asks for more: tables grow with it
+MAX_LEN = 2**24
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """Options, resolved against a model and a machine."""
@@ -70,9 +75,20 @@ def resolve(options: EngineOptions, source: ModelSource) -> Resolved:
     """What `build` would use, without loading the weights; their memory is not accounted for."""
     device = open_device(pick_device(options.device), check=False)
     try:
-        return resolve_on(device, options, load_config(source), dry_run=lambda: None)
+        return resolve_on(device, options, read_config(source), dry_run=lambda: None)
     finally:
         device.close()
+
+
+def read_config(source: ModelSource) -> ModelConfig:
+    """The model's config, if the engine has room for its end tokens."""
+    config = load_config(source)
+    if len(config.eos_token_ids) > MAX_STOP_IDS:
+        raise UnsupportedModel(
+            f"{source.path}: {len(config.eos_token_ids)} end-of-sequence tokens (eos_token_id); "
+            f"Gapless has room for {MAX_STOP_IDS}"
+        )
+    return config
 
 
 def resolve_on(device: Device, options: EngineOptions, model: ModelConfig, dry_run: Callable[[], None]) -> Resolved:
@@ -128,12 +144,14 @@ def sizes(options: EngineOptions, device: Device) -> tuple[int, int]:
 
 
 def max_model_len(options: EngineOptions, model: ModelConfig) -> int:
-    longest = model.max_position_embeddings
-    if options.max_model_len is None:
-        return longest
-    if options.max_model_len > longest:
-        raise ConfigError(f"max_model_len {options.max_model_len} is beyond the model's {longest} positions")
-    return options.max_model_len
+    longest, asked = model.max_position_embeddings, options.max_model_len
+    if asked is None:
+        return min(longest, MAX_AUTO_LEN)
+    if asked > longest:
+        raise ConfigError(f"max_model_len {asked} is beyond the model's {longest} positions")
+    if asked > MAX_LEN:
+        raise CapacityError(f"max_model_len {asked} is beyond the {MAX_LEN} tokens that Gapless has tables for")
+    return asked
 
 
 def _num_blocks(options: EngineOptions, size: int, wanted: int, budget: Callable[[], int]) -> int:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -14,30 +14,30 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from gapless import __version__
-from gapless.server.chat import answer_chat
-from gapless.server.completions import answer_completion
-from gapless.server.errors import ApiError, dump, error_response
-from gapless.server.gate import CLIENT, Gate
-from gapless.server.metrics import Metrics
-from gapless.server.protocol import (
-    ChatRequest,
+from gapless.server.answers import (
     ChatResponse,
-    CompletionRequest,
     CompletionResponse,
-    DetokenizeRequest,
+    DeletedResponse,
     DetokenizeResponse,
-    ErrorResponse,
     ModelCard,
     ModelList,
-    ResponsesRequest,
-    TokenizeRequest,
+    ResponseObject,
     TokenizeResponse,
-    refuse_unsupported,
+    TokenizerInfo,
 )
-from gapless.server.responses import Memory, answer_response
+from gapless.server.chat import answer_chat, turn
+from gapless.server.completions import answer_completion
+from gapless.server.description import ERRORS, STREAM, describe
+from gapless.server.errors import ApiError, dump, error_response
+from gapless.server.gate import CLIENT, Gate
+from gapless.server.memory import Memory
+from gapless.server.metrics import Metrics
+from gapless.server.neutral import refuse_unsupported
+from gapless.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
+from gapless.server.responses import answer_response
 from gapless.server.service import Service
 from gapless.server.sse import ClientGone, EventStream, LongResponse, finish_for
 from gapless.server.state import read_state
@@ -45,9 +45,7 @@ from gapless.server.traces import Traces
 
 PAGE = Path(__file__).parent / "page"
 CLIENT_GONE = 499  # nobody reads it; it is for the log
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
-}
+GENERATION_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
 
 
 class Cors(CORSMiddleware):
@@ -80,11 +78,15 @@ def build_app(service: Service, metrics: Metrics, keys: Sequence[str], traces: T
     app = FastAPI(
         title="Gapless", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS, redirect_slashes=False
     )
-    _add_generation(app, service)
+    memory = Memory()
+    service.on_default_limit = metrics.default_limits.inc
+    _add_generation(app, service, metrics, memory)
+    _add_responses(app, memory)
     _add_text(app, service)
     _add_operation(app, service, metrics)
     _add_pages(app)
-    _add_errors(app)
+    _add_errors(app, metrics)
+    describe(app)
     app.add_middleware(Gate, options=service.options, keys=keys, metrics=metrics, traces=traces)
     if service.options.cors_origin:  # outside of the gate: what a browser asks first comes without a key
         origins = service.options.cors_origin
@@ -92,21 +94,41 @@ def build_app(service: Service, metrics: Metrics, keys: Sequence[str], traces: T
     return app
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    memory = Memory()
+def _add_generation(app: FastAPI, service: Service, metrics: Metrics, memory: Memory) -> None:
+    async def begin(work: Coroutine[Any, Any, Answer]) -> Answer:
+        try:
+            return await work
+        except ApiError as error:
+            metrics.observe_refusal(error.status)
+            raise
 
-    @app.post("/v1/chat/completions", response_model=ChatResponse)
+    @app.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAM)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await _respond(service, request, await answer_chat(service, body, _client(request)), body.stream)
-
-    @app.post("/v1/completions", response_model=CompletionResponse)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _respond(service, request, await answer_completion(service, body, _client(request)), body.stream)
-
-    @app.post("/v1/responses")
-    async def responses(body: ResponsesRequest, request: Request) -> Response:
-        answer = await answer_response(service, body, memory, _client(request))
+        answer = await begin(answer_chat(service, body, _client(request)))
         return await _respond(service, request, answer, body.stream)
+
+    @app.post("/v1/completions", response_model=CompletionResponse, responses=STREAM)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        answer = await begin(answer_completion(service, body, _client(request)))
+        return await _respond(service, request, answer, body.stream)
+
+    @app.post("/v1/responses", response_model=ResponseObject, responses=STREAM)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        answer = await begin(answer_response(service, body, memory, _client(request)))
+        return await _respond(service, request, answer, body.stream)
+
+
+def _add_responses(app: FastAPI, memory: Memory) -> None:
+    @app.get("/v1/responses/{response_id}", response_model=ResponseObject)
+    async def read_response(response_id: str, stream: bool = False) -> Response:
+        if stream:
+            raise ApiError(400, "a response that is kept is not streamed again", param="stream")
+        return Response(memory.read(response_id), media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
+    async def forget_response(response_id: str) -> Response:
+        memory.forget(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
 
 
 def _client(request: Request) -> str:
@@ -140,10 +162,11 @@ def _add_text(app: FastAPI, service: Service) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "send either prompt or messages", param="prompt")
         if body.prompt is not None:
-            tokens = await service.encode(body.prompt, param="prompt", add_special_tokens=body.add_special_tokens)
+            special = body.add_special_tokens is not False
+            tokens = await service.encode(body.prompt, param="prompt", add_special_tokens=special)
         else:
             messages = service.chat_messages(body.messages or [])
-            tokens = await service.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
+            tokens = await service.encode_chat(messages, **turn(body))
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": service.info.max_model_len})
 
     @app.post("/detokenize", response_model=DetokenizeResponse)
@@ -152,6 +175,10 @@ def _add_text(app: FastAPI, service: Service) -> None:
         refuse_unsupported(body)
         service.check_tokens(body.tokens, "tokens")
         return _json({"prompt": await service.decode(body.tokens)})
+
+    @app.get("/tokenizer_info", response_model=TokenizerInfo)
+    async def tokenizer_info() -> Response:
+        return _json(service.tokenizer_info())
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
@@ -184,7 +211,7 @@ def _add_operation(app: FastAPI, service: Service, metrics: Metrics) -> None:
     async def version() -> Response:
         return _json({"version": __version__})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -211,7 +238,7 @@ def _add_pages(app: FastAPI) -> None:
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, metrics: Metrics) -> None:
     @app.exception_handler(ApiError)
     async def told(request: Request, error: ApiError) -> Response:
         return error_response(error)
@@ -226,6 +253,8 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
+        if request.method == "POST" and request.url.path in GENERATION_PATHS:
+            metrics.observe_refusal(400)
         if request.method == "POST" and "json" not in request.headers.get("content-type", ""):
             return error_response(
                 ApiError(415, "the body must be JSON, with the header content-type: application/json")

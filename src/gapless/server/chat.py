@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from gapless.server.conversation import last_words
 from gapless.server.errors import ApiError, dump_early
 from gapless.server.generation import Choice, Generation, Piece
-from gapless.server.logprobs import TokenTexts, tell_logprobs
-from gapless.server.messages import Scores
-from gapless.server.protocol import ChatRequest, refuse_unsupported
+from gapless.server.logprobs import TokenTexts, tell_logprobs, tell_prompt_logprobs
+from gapless.server.neutral import refuse_unsupported
+from gapless.server.protocol import ChatRequest, TokenizeRequest
 from gapless.server.service import Plan, Service
 from gapless.server.sse import DONE, event
+from gapless.server.usage import StreamUsage, usage
 
 
 class ChatAnswer:
@@ -24,56 +26,72 @@ class ChatAnswer:
         self._generation = generation
         self._body = body
         self._model = model
+        self._echo = last_words(body.messages) if body.echo else ""
+        self._usage = StreamUsage(body.stream_options, generation.choices)
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
         await self._generation.finish()
         choices = [await dump_early(await self._choice(choice)) for choice in self._generation.choices]
-        return self._head("chat.completion") | {"choices": choices, "usage": usage(self._generation.choices)}
+        told = self._head("chat.completion") | {"choices": choices, "usage": usage(self._generation.choices)}
+        return told | self._prompt_ids() | await self._prompt_logprobs()
 
     async def _choice(self, choice: Choice) -> dict[str, Any]:
-        return {
+        told = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": await self._logprobs(choice.logprobs),
+            "message": {"role": "assistant", "content": self._echo + choice.text, "refusal": None},
+            "logprobs": await self._logprobs(choice, choice.told),
             "finish_reason": choice.finish_reason,
         }
+        return told | {"token_ids": list(choice.tokens)} if self._body.return_token_ids else told
 
     async def events(self) -> AsyncIterator[bytes]:
         """Chunks: the role, then the text of each choice as it comes, then usage if asked for, then [DONE]."""
-        for choice in self._generation.choices:
-            yield self._chunk(choice.index, {"role": "assistant", "content": ""})
+        for data in self._openings():
+            yield data
         async for pieces in self._generation.pieces():
             for piece in pieces:
                 yield await self._piece(piece)
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            head = self._head("chat.completion.chunk")
-            yield event(head | {"choices": [], "usage": usage(self._generation.choices)})
+        if self._usage.at_end:
+            yield event(self._head("chat.completion.chunk") | {"choices": [], "usage": self._usage.now()})
         yield DONE
+
+    def _openings(self) -> Iterator[bytes]:
+        for choice in self._generation.choices:
+            yield self._chunk(choice.index, {"role": "assistant", "content": ""}, **self._prompt_ids())
+            if self._echo:
+                yield self._chunk(choice.index, {"content": self._echo})
 
     async def _piece(self, piece: Piece) -> bytes:
         index, data = piece.choice.index, b""
-        if piece.text or piece.logprobs:
-            data = self._chunk(index, {"content": piece.text}, logprobs=await self._logprobs(piece.logprobs))
+        ids = {"token_ids": list(piece.tokens)} if self._body.return_token_ids else {}
+        if piece.text or piece.told or (ids and piece.tokens):
+            logprobs = await self._logprobs(piece.choice, piece.told)
+            data = self._chunk(index, {"content": piece.text}, {"logprobs": logprobs} | ids)
         if piece.finish_reason is not None:
-            data += self._chunk(index, {}, finish_reason=piece.finish_reason)
+            data += self._chunk(index, {}, {"finish_reason": piece.finish_reason})
         return data
 
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        *,
-        logprobs: dict[str, Any] | None = None,
-        finish_reason: str | None = None,
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return event(self._head("chat.completion.chunk") | {"choices": [choice]})
+    def _chunk(self, index: int, delta: dict[str, Any], more: dict[str, Any] | None = None, **top: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **(more or {})}
+        return event(self._head("chat.completion.chunk") | {"choices": [choice]} | top | self._usage.each())
 
-    async def _logprobs(self, scores: Sequence[Scores]) -> dict[str, Any] | None:
-        return {"content": await tell_logprobs(self._texts, scores), "refusal": None} if self._body.logprobs else None
+    async def _logprobs(self, choice: Choice, told: range) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        content = await tell_logprobs(self._texts, choice.scores(told), begins=told.start == 0)
+        return {"content": content, "refusal": None}
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        flight = self._generation.choices[0].flight
+        return {"prompt_token_ids": list(flight.prompt)} if self._body.return_token_ids else {}
+
+    async def _prompt_logprobs(self) -> dict[str, Any]:
+        count, flight = self._body.prompt_logprobs, self._generation.choices[0].flight
+        if count is None:
+            return {}
+        return {"prompt_logprobs": await tell_prompt_logprobs(self._texts, flight.prompt_logprobs, count)}
 
     def error_event(self, error: ApiError) -> bytes:
         """What a stream says when it cannot go on."""
@@ -94,25 +112,25 @@ async def answer_chat(service: Service, body: ChatRequest, client: str) -> ChatA
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     service.check_logprobs(body.top_logprobs, param="top_logprobs")
-    service.check_choices(1, body.n)
+    service.check_prompt_logprobs(body)
+    service.check_choices(1, body.n, body.best_of)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ; send one", param="max_tokens")
-    prompt = await service.encode_chat(service.chat_messages(body.messages))
-    max_tokens = service.room_for(prompt, body.max_completion_tokens or body.max_tokens, param="messages")
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = service.params(body, max_tokens, body.stop, logprobs=logprobs)
-    generation = service.start([Plan(prompt, params)], body.n, body.timeout, client)
-    return ChatAnswer(generation, body, model, service.token_texts)
+    wanted = body.max_completion_tokens or body.max_tokens
+    prompt = await service.encode_chat(service.chat_messages(body.messages), **turn(body))
+    max_tokens = service.room_for(prompt, wanted, param="messages")
+    scores = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None, "prompt_logprobs": body.prompt_logprobs}
+    params = service.params(body, max_tokens, body.stop, **scores)
+    plan = Plan(prompt, params, tells_all=bool(body.return_token_ids), by_default=wanted is None)
+    generation = service.start([plan], body.n, body.timeout, client)
+    return ChatAnswer(generation, body, model, service.token_texts(body.return_tokens_as_token_ids))
 
 
-def usage(choices: list[Choice] | Any) -> dict[str, Any]:
-    """Tokens in and out. A prompt that several choices share counts once."""
-    prompts = {id(choice.flight.prompt): choice.flight for choice in choices}
-    num_prompt = sum(len(flight.prompt) for flight in prompts.values())
-    num_output = sum(choice.num_tokens for choice in choices)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": sum(flight.num_cached or 0 for flight in prompts.values())},
-    }
+def turn(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Whose turn the prompt ends with, if the client says so: arguments of `encode_chat`. Raises ApiError."""
+    if not body.continue_final_message:
+        return {} if body.add_generation_prompt is None else {"add_generation_prompt": body.add_generation_prompt}
+    if body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt exclude each other"
+        raise ApiError(400, message, param="continue_final_message")
+    return {"add_generation_prompt": False, "continue_final_message": True}

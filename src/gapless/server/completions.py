@@ -8,13 +8,14 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from gapless.server.chat import usage
 from gapless.server.errors import ApiError, dump_early
-from gapless.server.generation import Generation, Piece
-from gapless.server.logprobs import CompletionLogprobs, TokenTexts
-from gapless.server.protocol import CompletionRequest, refuse_unsupported
+from gapless.server.generation import Choice, Generation, Piece
+from gapless.server.logprobs import TokenTexts, prompt_starts, tell_completion_logprobs, tell_prompt_logprobs
+from gapless.server.neutral import refuse_unsupported
+from gapless.server.protocol import CompletionRequest
 from gapless.server.service import Plan, Service
 from gapless.server.sse import DONE, event
+from gapless.server.usage import StreamUsage, usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -28,10 +29,10 @@ class CompletionAnswer:
         self._generation = generation
         self._body = body
         self._model = model
-        self._tells_ids = bool(body.return_token_ids)
+        self._texts = texts
         self._echoes = echoes  # for each choice, what to say before its own text
-        self._begun: set[int] = set()  # choices that have said it
-        self._logprobs = [CompletionLogprobs(texts) for _ in generation.choices] if body.logprobs is not None else []
+        self._begun: set[int] = set()  # choices that have said something
+        self._usage = StreamUsage(body.stream_options, generation.choices)
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
@@ -39,7 +40,7 @@ class CompletionAnswer:
         await self._generation.finish()
         choices = []
         for choice in self._generation.choices:
-            piece = Piece(choice, choice.text, choice.tokens, choice.finish_reason, choice.logprobs)
+            piece = Piece(choice, choice.text, choice.tokens, choice.finish_reason, choice.told)
             choices.append(await dump_early(await self._choice(piece)))
         return self._head() | {"choices": choices, "usage": usage(self._generation.choices)}
 
@@ -47,29 +48,47 @@ class CompletionAnswer:
         """Chunks of each choice as they come, then usage if asked for, then [DONE]."""
         async for pieces in self._generation.pieces():
             for piece in pieces:
-                if self._says_anything(piece):
-                    yield event(self._head() | {"choices": [await self._choice(piece)]})
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            yield event(self._head() | {"choices": [], "usage": usage(self._generation.choices)})
+                if piece.text or piece.finish_reason or piece.told or self._body.return_token_ids:
+                    yield event(self._head() | {"choices": [await self._choice(piece)]} | self._usage.each())
+        if self._usage.at_end:
+            yield event(self._head() | {"choices": [], "usage": self._usage.now()})
         yield DONE
 
-    def _says_anything(self, piece: Piece) -> bool:
-        return bool(piece.text or piece.finish_reason or piece.logprobs or self._tells_ids)
-
     async def _choice(self, piece: Piece) -> dict[str, Any]:
-        """A piece on the wire. The first one of a choice echoes its prompt, if asked to."""
+        """A piece on the wire. The first one of a choice tells of its prompt, if asked to."""
         choice, text = piece.choice, piece.text
-        tokens: list[int] = list(piece.tokens)
-        scores = piece.logprobs
-        if self._echoes and choice.index not in self._begun:
-            self._begun.add(choice.index)
+        begins = choice.index not in self._begun
+        self._begun.add(choice.index)
+        if begins and self._echoes:
             text = self._echoes[choice.index] + text
-            tokens = [*choice.flight.prompt, *tokens]
-            scores = [*choice.flight.prompt_logprobs, *scores]
-        logprobs = await self._logprobs[choice.index].tell(tokens, scores) if self._logprobs else None
+        logprobs = await self._logprobs(piece, begins) if self._body.logprobs is not None else None
         told = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
-        return told | {"token_ids": list(piece.tokens)} if self._tells_ids else told
+        if self._body.return_token_ids:
+            told["token_ids"] = list(piece.tokens)
+            told |= {"prompt_token_ids": list(choice.flight.prompt)} if begins else {}
+        return told | await self._prompt_logprobs(choice)
+
+    async def _logprobs(self, piece: Piece, begins: bool) -> dict[str, Any]:
+        """Offsets are places in the returned text. Tokens that a stop string cut off stand at its end."""
+        choice, told = piece.choice, piece.told
+        echo = self._echoes[choice.index] if self._echoes else ""
+        end = choice.num_shown
+        tokens = list(choice.tokens[told.start : told.stop])
+        starts = [len(echo) + min(start, end) for start in choice.starts[told.start : told.stop]]
+        scores = choice.scores(told)
+        if begins and self._echoes:
+            prompt = choice.flight.prompt
+            tokens = [*prompt, *tokens]
+            starts = [*await prompt_starts(self._texts.tokenizer, prompt), *starts]
+            scores = [*choice.flight.prompt_logprobs, *scores]
+        count = self._body.logprobs or 0
+        return await tell_completion_logprobs(
+            self._texts, tokens, scores, starts, count, begins=begins or told.start == 0
+        )
+
+    async def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        count, scores = self._body.prompt_logprobs, choice.flight.prompt_logprobs
+        return {} if count is None else {"prompt_logprobs": await tell_prompt_logprobs(self._texts, scores, count)}
 
     def error_event(self, error: ApiError) -> bytes:
         """What a stream says when it cannot go on."""
@@ -88,19 +107,26 @@ async def answer_completion(service: Service, body: CompletionRequest, client: s
     model = service.check_model(body.model)
     refuse_unsupported(body)
     service.check_logprobs(body.logprobs, param="logprobs")
+    service.check_prompt_logprobs(body)
     given = _prompts(body)
-    service.check_choices(len(given), body.n)
+    service.check_choices(len(given), body.n, body.best_of)
     prompts = [await _tokens(service, prompt) for prompt in given]
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     plans = []
     for prompt in prompts:
         max_tokens = max(1, service.room_for(prompt, max(1, wanted), param="prompt"))
-        scores = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
+        scores = {"logprobs": body.logprobs, "prompt_logprobs": _num_of_prompt(body)}
         plans.append(Plan(prompt, service.params(body, max_tokens, body.stop, **scores), shows_tokens=wanted > 0))
     texts = [await service.decode(prompt) for prompt in prompts] if body.echo else []
     echoes = [text for text in texts for _ in range(body.n or 1)]
     generation = service.start(plans, body.n, body.timeout, client)
-    return CompletionAnswer(generation, body, model, echoes, service.token_texts)
+    return CompletionAnswer(generation, body, model, echoes, service.token_texts(body.return_tokens_as_token_ids))
+
+
+def _num_of_prompt(body: CompletionRequest) -> int | None:
+    """How many of the likeliest tokens to ask for at each place of the prompt; None for no log-probabilities."""
+    asked = [count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None]
+    return max(asked, default=None)
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:

@@ -62,6 +62,8 @@ class Gate:
             self._record(scope, passage, time.monotonic() - started_s)
 
     async def _pass(self, scope: Scope, passage: Passage) -> None:
+        if sum(name == b"host" for name, _ in scope["headers"]) > 1:  # a proxy may have looked at the other one
+            raise ApiError(400, "more than one Host header", code="ambiguous_host")
         self._check_host(_host_name(_header(scope, b"host")))
         key = self._find_key(scope)
         if self._keys and scope["path"] not in OPEN_PATHS and key is None:

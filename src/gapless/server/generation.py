@@ -25,19 +25,23 @@ class Piece:
     text: str
     tokens: Sequence[int]
     finish_reason: str | None
-    logprobs: Sequence[Scores] = ()  # one for each token, if asked for
+    told: range = range(0)  # which tokens of the choice to tell log-probabilities of: those whose text was shown
 
 
 class Choice:
     """One continuation of one prompt."""
 
-    def __init__(self, index: int, flight: Flight, assembler: Assembler, *, shows_tokens: bool = True) -> None:
+    def __init__(
+        self, index: int, flight: Flight, assembler: Assembler, *, shows_tokens: bool = True, tells_all: bool = True
+    ) -> None:
         self.index = index
         self.flight = flight
         self.finish_reason: str | None = None
         self._assembler = assembler
         self._shows_tokens = shows_tokens  # False where no tokens were asked for, and the engine had to make one
+        self._tells_all = tells_all  # log-probabilities of tokens that are no part of the text too
         self._num_seen = 0
+        self._num_told = 0
 
     @property
     def text(self) -> str:
@@ -48,8 +52,22 @@ class Choice:
         return self._assembler.token_ids
 
     @property
-    def logprobs(self) -> Sequence[Scores]:
-        return self.flight.logprobs[: self.num_tokens]
+    def told(self) -> range:
+        """Tokens whose log-probabilities were told."""
+        return range(self._num_told)
+
+    @property
+    def num_shown(self) -> int:
+        """Characters of the text."""
+        return self._assembler.num_shown
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """Where each token begins in the text."""
+        return self._assembler.starts
+
+    def scores(self, told: range) -> Sequence[Scores]:
+        return self.flight.logprobs[told.start : told.stop]
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +92,19 @@ class Choice:
         tokens = self._assembler.token_ids[num_before:]
         if not tokens and self.finish_reason is None:
             return None
-        return Piece(self, text, tokens, self.finish_reason, self.flight.logprobs[num_before : self.num_tokens])
+        return Piece(self, text, tokens, self.finish_reason, self._tell())
+
+    def _tell(self) -> range:
+        """Tokens to tell of now. The text of one that is left for later may yet turn out to be a stop string."""
+        if self.flight.params.logprobs is None:
+            return range(0)
+        first, is_over = self._num_told, self.finish_reason is not None
+        if is_over and self._tells_all:
+            self._num_told = self.num_tokens
+        else:
+            stopped = self.finish_reason == "stop"
+            self._num_told = self._assembler.num_in_text(finished=is_over, stopped=stopped)
+        return range(first, self._num_told)
 
 
 class Generation:

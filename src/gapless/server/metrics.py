@@ -64,6 +64,9 @@ class Metrics:
         supervisor.on_crash.append(self.totals.engine_died)
         self.http = Counter("gapless_http_requests", "answers", ("path", "status"), registry=self.registry)
         self.log_lines_lost = Counter("gapless_log_lines_lost", "lines not written", registry=self.registry)
+        self.default_limits = Counter(
+            "gapless_default_limit", "generations that ended at default_max_tokens", registry=self.registry
+        )
         self._outcomes = Counter(
             "gapless_requests", "generations that ended, by outcome", ("outcome",), registry=self.registry
         )
@@ -78,6 +81,10 @@ class Metrics:
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, buckets=SECONDS, registry=self.registry)
+
+    def observe_refusal(self, status: int) -> None:
+        """A request for a generation that never reached the queue."""
+        self._outcomes.labels("refused" if status in (429, 503) else "invalid").inc()
 
     def _observe(self, flight: Flight) -> None:
         assert flight.over is not None

@@ -40,6 +40,7 @@ class ServerOptions:
     max_n: int = _option(16, "choices for one prompt at most")
     max_choices: int = _option(1024, "prompts of one request times n at most")
     max_output_tokens: int = _option(2**20, "max_tokens of one request at most")
+    default_max_tokens: int = _option(4096, "max_tokens of chats and responses that set none; fewer where fewer fit")
     max_logprobs: int = _option(20, f"top_logprobs of one request at most; {MAX_LOGPROBS} is the most there can be")
     max_stop: int = _option(16, f"stop strings of one request at most; {MAX_STOP_STRINGS} is the most there can be")
     max_stop_length: int = _option(256, "characters of one stop string at most")
@@ -60,7 +61,7 @@ class ServerOptions:
         _whole("port", self.port, 0, 65535)
         _whole("max_queue", self.max_queue, 0, 2**20)
         _whole("max_per_client", self.max_per_client, 0, 2**20)
-        for name in ("max_n", "max_choices", "max_output_tokens", "max_stop_length"):
+        for name in ("max_n", "max_choices", "max_output_tokens", "default_max_tokens", "max_stop_length"):
             _whole(name, getattr(self, name), 1, 2**31 - 1)
         _whole("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
         _whole("max_stop", self.max_stop, 0, MAX_STOP_STRINGS)
@@ -75,6 +76,11 @@ class ServerOptions:
     @property
     def max_body_bytes(self) -> int:
         return parse_bytes("max_body", self.max_body)
+
+    @property
+    def default_limit(self) -> int:
+        """Tokens of an answer to a client that sets no limit."""
+        return min(self.default_max_tokens, self.max_output_tokens)
 
     @property
     def is_loopback(self) -> bool:

@@ -1,50 +1,26 @@
-"""`/v1/responses`: a turn of a conversation in, a response or its events out; remembers it for the next turn.
+"""`/v1/responses`: a turn of a conversation in, a response or its events out; kept for the next turn.
 
-Knows the wire format, not HTTP. The memory is bounded: the oldest conversations are forgotten first.
+Knows the wire format, not HTTP.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
-from gapless.server.errors import ApiError
-from gapless.server.generation import Generation
+from gapless.server.conversation import Talk, turns
+from gapless.server.errors import ApiError, dump
+from gapless.server.generation import Choice, Generation
 from gapless.server.logprobs import TokenTexts, tell_logprobs
-from gapless.server.protocol import ResponsesRequest, refuse_unsupported
+from gapless.server.memory import Kept, Memory
+from gapless.server.neutral import refuse_unsupported
+from gapless.server.protocol import ResponsesRequest
 from gapless.server.service import Plan, Service
 from gapless.server.sse import event
 
-MAX_KEPT = 1000
-MAX_KEPT_CHARACTERS = 64 * 2**20
 LOGPROBS = "message.output_text.logprobs"  # the one thing that can be included
-TEXT_KINDS = ("input_text", "output_text", "text")
-Talk = list[dict[str, Any]]
-
-
-class Memory:
-    """Conversations by the id of their last response."""
-
-    def __init__(self) -> None:
-        self._talks: OrderedDict[str, Talk] = OrderedDict()
-        self._num_characters = 0
-
-    def recall(self, id: str) -> Talk:
-        if id not in self._talks:
-            message = f"previous response {id!r} is not here (any more)"
-            raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
-        self._talks.move_to_end(id)
-        return self._talks[id]
-
-    def keep(self, id: str, talk: Talk) -> None:
-        self._talks[id] = talk
-        self._num_characters += _size(talk)
-        while len(self._talks) > MAX_KEPT or self._num_characters > MAX_KEPT_CHARACTERS:
-            _, old = self._talks.popitem(last=False)
-            self._num_characters -= _size(old)
 
 
 class ResponseAnswer:
@@ -83,12 +59,12 @@ class ResponseAnswer:
         yield self._event("response.content_part.added", **place, part=_part(""))
         async for pieces in self._generation.pieces():
             for piece in pieces:
-                if piece.text or piece.logprobs:
-                    scores = await tell_logprobs(self._texts, piece.logprobs, with_bytes=False)
+                if piece.text or piece.told:
+                    scores = await self._logprobs(piece.choice, piece.told, with_bytes=False)
                     yield self._event("response.output_text.delta", **place, delta=piece.text, logprobs=scores)
         response = await self._finished()
         item, choice = response["output"][0], self._generation.choices[0]
-        scores = await tell_logprobs(self._texts, choice.logprobs, with_bytes=False)
+        scores = await self._logprobs(choice, choice.told, with_bytes=False)
         yield self._event("response.output_text.done", **place, text=choice.text, logprobs=scores)
         yield self._event("response.content_part.done", **place, part=item["content"][0])
         yield self._event("response.output_item.done", output_index=0, item=item)
@@ -108,51 +84,68 @@ class ResponseAnswer:
     async def _finished(self) -> dict[str, Any]:
         choice = self._generation.choices[0]
         status = "incomplete" if choice.finish_reason == "length" else "completed"
-        part = _part(choice.text) | {"logprobs": await tell_logprobs(self._texts, choice.logprobs)}
+        part = _part(choice.text) | {"logprobs": await self._logprobs(choice, choice.told)}
         response = self._response(status, [self._item(status, part)])
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
         flight = choice.flight
         response["usage"] = {
             "input_tokens": len(flight.prompt),
-            "input_tokens_details": {"cached_tokens": flight.num_cached or 0},
+            "input_tokens_details": {"cached_tokens": flight.num_cached or 0, "cache_write_tokens": 0},
             "output_tokens": choice.num_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": len(flight.prompt) + choice.num_tokens,
         }
         if self._body.store is not False:
-            self._memory.keep(self._id, [*self._talk, {"role": "assistant", "content": choice.text}])
+            talk = [*self._talk, {"role": "assistant", "content": choice.text}]
+            self._memory.keep(self._id, Kept(talk, dump(response)))
         return response
+
+    async def _logprobs(self, choice: Choice, told: range, *, with_bytes: bool = True) -> list[dict[str, Any]]:
+        scores = choice.scores(told)
+        return await tell_logprobs(self._texts, scores, begins=told.start == 0, with_bytes=with_bytes)
 
     def _item(self, status: str, part: dict[str, Any] | None) -> dict[str, Any]:
         content = [part] if part is not None else []
         return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        body, params = self._body, self._generation.choices[0].flight.params
+        body = self._body
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
+            "completed_at": None,
             "status": status,
+            "background": False,
             "error": None,
+            "frequency_penalty": 0.0,
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
             "model": self._model,
             "output": output,
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": bool(body.parallel_tool_calls),
+            "presence_penalty": 0.0,
             "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
             "store": body.store is not False,
-            "temperature": params.temperature,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": "none",
+            "tool_choice": (body.model_extra or {}).get("tool_choice") or "none",
             "tools": [],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": params.top_p,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
+            "user": body.user,
         }
 
     def _event(self, kind: str, **data: Any) -> bytes:
@@ -165,15 +158,18 @@ async def answer_response(service: Service, body: ResponsesRequest, memory: Memo
     """Check, tokenize and start. Raises ApiError."""
     model = service.check_model(body.model)
     refuse_unsupported(body)
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise ApiError(400, "the events of a response do not tell usage so far", param="stream_options")
     logprobs = _num_logprobs(service, body)
     earlier = memory.recall(body.previous_response_id) if body.previous_response_id is not None else []
-    talk = [*earlier, *_turns(body.input)]
+    talk = [*earlier, *turns(body.input)]
     instructed: Talk = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
     prompt = await service.encode_chat([*instructed, *talk], param="input")
     max_tokens = service.room_for(prompt, body.max_output_tokens, param="input")
     params = service.params(body, max_tokens, None, logprobs=logprobs)
-    generation = service.start([Plan(prompt, params)], None, body.timeout, client)
-    return ResponseAnswer(generation, body, model, talk, memory, service.token_texts)
+    plan = Plan(prompt, params, tells_all=False, by_default=body.max_output_tokens is None)
+    generation = service.start([plan], None, body.timeout, client)
+    return ResponseAnswer(generation, body, model, talk, memory, service.token_texts())
 
 
 def _num_logprobs(service: Service, body: ResponsesRequest) -> int | None:
@@ -187,36 +183,5 @@ def _num_logprobs(service: Service, body: ResponsesRequest) -> int | None:
     return (body.top_logprobs or 0) if body.include else None
 
 
-def _turns(given: str | list[dict[str, Any]]) -> Talk:
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not given:
-        raise ApiError(400, "input is empty; it needs at least one message", param="input")
-    return [_turn(index, item) for index, item in enumerate(given)]
-
-
-def _turn(index: int, item: dict[str, Any]) -> dict[str, Any]:
-    where = f"input[{index}]"
-    if item.get("type", "message") != "message" or not isinstance(item.get("role"), str):
-        raise ApiError(400, f"{where} must be a message with a role; other items are not supported", param="input")
-    role = "system" if item["role"] == "developer" else item["role"]
-    return {"role": role, "content": _content(where, item.get("content"))}
-
-
-def _content(where: str, content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise ApiError(400, f"{where}.content must be text or a list of text parts", param="input")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") not in TEXT_KINDS or not isinstance(part.get("text"), str):
-            raise ApiError(400, f"{where}.content may only have parts of text", param="input")
-    return "\n".join(part["text"] for part in content)
-
-
 def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _size(talk: Talk) -> int:
-    return sum(len(turn["content"]) for turn in talk)

@@ -7,28 +7,30 @@ before the first byte of an answer.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gapless.core.params import MAX_STOP_IDS, SamplingParams, derive_seed
 from gapless.errors import InvalidRequest
+from gapless.server.conversation import check_message
 from gapless.server.errors import ApiError
 from gapless.server.generation import Choice, Generation
 from gapless.server.logprobs import TokenTexts
 from gapless.server.messages import Ready
 from gapless.server.options import ServerOptions
-from gapless.server.protocol import Message, Sampling
+from gapless.server.protocol import Choosing, Message, Sampling
 from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
 from gapless.server.template_process import Renderer
 from gapless.text.assembler import Assembler
 from gapless.text.tokenizer import LONG_TEXT, Tokenizer
 
+log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
-SPEAKER = "name"  # of a message; clients send it to label their own records, few templates write it
 CHARACTERS_A_TOKEN = 512  # no tokenizer makes longer tokens on average: longer texts cannot fit
 
 
@@ -39,6 +41,8 @@ class Plan:
     prompt: Sequence[int]
     params: SamplingParams
     shows_tokens: bool = True
+    tells_all: bool = True  # log-probabilities of tokens that are no part of the text too
+    by_default: bool = False  # max_tokens is the server's default, not the client's wish
 
 
 class Service:
@@ -57,11 +61,13 @@ class Service:
         self.tokenizer = tokenizer
         self.renderer = renderer
         self.names = tuple(names)
-        self.token_texts = TokenTexts(tokenizer)
+        self._token_texts = {by_id: TokenTexts(tokenizer, by_id=by_id) for by_id in (False, True)}
         self.created = int(time.time())
         self.draining = False
         self._clients: dict[int, str] = {}  # of flights that are not over, by id
         self._num_of_client: Counter[str] = Counter()
+        self._by_default: set[int] = set()  # flights whose limit is the server's default
+        self.on_default_limit: Callable[[], None] = lambda: None
         supervisor.on_over.append(self._forget)
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -106,21 +112,14 @@ class Service:
 
     def chat_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages as the template expects them. `developer` is a newer name of `system`. Raises ApiError."""
+        template = (self.tokenizer.chat_template if self.tokenizer is not None else None) or ""
         for index, message in enumerate(messages):
-            self._check_message(message, f"messages.{index}")
+            check_message(message, f"messages.{index}", template)
         return [
             {name: value for name, value in message if name in message.model_fields_set}
             | {"role": "system" if message.role == "developer" else message.role}
             for message in messages
         ]
-
-    def _check_message(self, message: Message, where: str) -> None:
-        """What the template does not read would be lost without a word: tool calls, say."""
-        template = (self.tokenizer.chat_template if self.tokenizer is not None else None) or ""
-        for name, value in (message.model_extra or {}).items():
-            if value and name != SPEAKER and name not in template:
-                text = f"{where}.{name} is not supported: the model's chat template does not use it"
-                raise ApiError(400, text, param=f"{where}.{name}", code="unsupported_parameter")
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, param: str = "messages", **extra: Any
@@ -140,6 +139,23 @@ class Service:
             return tokenizer.decode(tokens, skip_special_tokens=False)
         return await asyncio.to_thread(tokenizer.decode, tokens, skip_special_tokens=False)
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What clients need to tokenize and to write prompts on their own. Raises ApiError."""
+        tokenizer = self._tokenizer()
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": self.info.max_model_len,
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "eos_token_ids": list(self.info.eos_token_ids),
+            "special_tokens": {str(id): tokenizer.id_to_token(id) for id in sorted(tokenizer.special_ids)},
+            "chat_template": tokenizer.chat_template,
+        }
+
+    def token_texts(self, by_id: bool | None = False) -> TokenTexts:
+        return self._token_texts[bool(by_id)]
+
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer; send a completion request with token ids")
@@ -152,6 +168,12 @@ class Service:
         most = min(self.options.max_logprobs, self.info.vocab_size)
         if count is not None and count > most:
             raise ApiError(400, f"{param} is {count}; the server allows {most}", param=param)
+
+    def check_prompt_logprobs(self, body: Choosing) -> None:
+        """Raise ApiError unless the prompt's log-probabilities can be told."""
+        self.check_logprobs(body.prompt_logprobs, param="prompt_logprobs")
+        if body.prompt_logprobs is not None and body.stream:
+            raise ApiError(400, "prompt_logprobs are not told in a stream", param="prompt_logprobs")
 
     def params(
         self, body: Sampling, max_tokens: int, stop: str | list[str] | None, **scores: int | None
@@ -196,7 +218,7 @@ class Service:
             raise ApiError(400, f"token id {wrong} is not in the vocabulary of {size}", param=param)
 
     def room_for(self, prompt: Sequence[int], max_tokens: int | None, *, param: str) -> int:
-        """How many tokens may be generated after this prompt: as many as asked for, or as many as fit."""
+        """How many tokens may be generated after this prompt: as many as asked for, or the default if that fits."""
         if not prompt:
             raise ApiError(400, "the prompt is empty; it needs at least one token", param=param)
         info = self.info
@@ -206,13 +228,15 @@ class Service:
             parts = f"{len(prompt)} in the prompt and {wanted - len(prompt)} to generate"
             message = _too_long(most, f"{wanted} tokens ({parts})")
             raise ApiError(400, message, param=param, code="context_length_exceeded")
-        return max_tokens if max_tokens is not None else min(most - len(prompt), self.options.max_output_tokens)
+        return max_tokens if max_tokens is not None else min(most - len(prompt), self.options.default_limit)
 
     # -- generation --------------------------------------------------------------------------------------------------
 
-    def check_choices(self, num_prompts: int, n: int | None) -> None:
+    def check_choices(self, num_prompts: int, n: int | None, best_of: int | None = None) -> None:
         """Raise ApiError for too many; before each prompt costs time."""
         count = n or 1
+        if best_of not in (None, count):
+            raise ApiError(400, f"best_of is {best_of} and n is {count}; only the same is supported", param="best_of")
         if count > self.options.max_n:
             raise ApiError(400, f"n is {count}; the server allows {self.options.max_n}", param="n")
         total = num_prompts * count
@@ -232,15 +256,32 @@ class Service:
                 flight = self.supervisor.submit(plan.prompt, _nth(plan.params, number), changed)
                 self._clients[flight.id] = client
                 self._num_of_client[client] += 1
-                assembler = Assembler(self.tokenizer, plan.params.stop)
-                choices.append(Choice(len(choices), flight, assembler, shows_tokens=plan.shows_tokens))
+                if plan.by_default:
+                    self._by_default.add(flight.id)
+                choices.append(self._choice(len(choices), plan, flight))
         return Generation(self.supervisor, choices, changed, asyncio.get_running_loop().time() + limit_s)
 
+    def _choice(self, index: int, plan: Plan, flight: Flight) -> Choice:
+        params = plan.params
+        scored = params.logprobs is not None
+        assembler = Assembler(self.tokenizer, params.stop, min_tokens=params.min_tokens, tells_starts=scored)
+        return Choice(index, flight, assembler, shows_tokens=plan.shows_tokens, tells_all=plan.tells_all)
+
     def _forget(self, flight: Flight) -> None:
+        self._note_default_limit(flight)
         client = self._clients.pop(flight.id)
         self._num_of_client[client] -= 1
         if not self._num_of_client[client]:
             del self._num_of_client[client]
+
+    def _note_default_limit(self, flight: Flight) -> None:
+        """Nobody asked for the end of this text: tell the operator of it."""
+        by_default = flight.id in self._by_default
+        self._by_default.discard(flight.id)
+        is_cut = flight.over is not None and flight.over.reason == "length"
+        if by_default and is_cut and len(flight.tokens) == self.options.default_limit:
+            log.info("ended by default_max_tokens: %d tokens", len(flight.tokens), extra={"flight": flight.id})
+            self.on_default_limit()
 
     def _admit(self, count: int, client: str) -> None:
         if self.draining:

@@ -61,6 +61,8 @@ def _compile(template: str) -> jinja2.Template:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
         raise CorruptModel(f"the model's chat template does not parse: line {error.lineno}: {error.message}") from error
+    except (RecursionError, MemoryError) as error:
+        raise CorruptModel("the model's chat template is nested too deeply to be parsed") from error
 
 
 def _to_json(

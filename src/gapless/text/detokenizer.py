@@ -39,10 +39,21 @@ class Detokenizer:
         text = self._stream.push([id for id in ids if id not in self._skipped])
         return self._cleaner.push(text) if self._cleaner is not None else text
 
+    def shows(self, id: int) -> bool:
+        """Whether the token is part of the text: special ones are not."""
+        return id not in self._skipped
+
     def finish(self) -> str:
         """What was held back; bytes that never became a character show as U+FFFD."""
         text = self._stream.finish()
         return self._cleaner.push(text) + self._cleaner.finish() if self._cleaner is not None else text
+
+
+def byte_of(tokenizer: Tokenizer, id: int) -> int | None:
+    """The byte that a token of a byte fallback stands for; None for any other token."""
+    token = tokenizer.id_to_token(id) or ""
+    is_byte = _BYTE_TOKEN.fullmatch(token) and "ByteFallback" in _decoder_kinds(tokenizer.decoder_state)
+    return int(token[3:5], 16) if is_byte else None
 
 
 def _open_stream(tokenizer: Tokenizer) -> _TextStream:

@@ -15,10 +15,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from gapless.errors import CorruptModel, UnsupportedModel
+from gapless.models.files import shown
 from gapless.text.parts import TokenizerParts, bos_eos_processor
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "▁"
+_MAX_PIECE_LENGTH = 1024  # characters; the pairs that spell a token take time in the square of its length
 
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -44,8 +46,7 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
         backend=backend,
         bos_token=bos,
         eos_token=eos,
-        eos_token_ids=_eos_ids(vocab),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=_chat_template(metadata.get("tokenizer.chat_template")),
     )
 
 
@@ -54,7 +55,7 @@ class _Vocabulary:
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
-        self.tokens = self.items("tokens")
+        self.tokens: list[str] = self.items("tokens", str)
 
     def get(self, name: str) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{name}")
@@ -69,27 +70,31 @@ class _Vocabulary:
         value = self.get(name)
         return default if value is None else bool(value)
 
-    def items(self, name: str) -> list[Any]:
+    def items(self, name: str, kind: type) -> list[Any]:
         value = self.get(name)
         if value is None:
             raise CorruptModel(f"the GGUF metadata has no tokenizer.ggml.{name}; prompts as token ids work without it")
-        return list(value)
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise CorruptModel(f"tokenizer.ggml.{name} is {shown(value)}, not a list of {kind.__name__}")
+        return value
 
-    def per_token(self, name: str) -> list[Any]:
-        values = self.items(name)
+    def per_token(self, name: str, kind: type) -> list[Any]:
+        values = self.items(name, kind)
         if len(values) != len(self.tokens):
             raise CorruptModel(f"tokenizer.ggml.{name} has {len(values)} entries for {len(self.tokens)} tokens")
         return values
 
     def id_named(self, name: str) -> int | None:
         id = self.get(name)
-        if id is not None and not 0 <= id < len(self.tokens):
-            raise CorruptModel(f"tokenizer.ggml.{name} is {id}, outside the {len(self.tokens)} tokens")
-        return None if id is None else int(id)
+        if id is None:
+            return None
+        if type(id) is not int or not 0 <= id < len(self.tokens):
+            raise CorruptModel(f"tokenizer.ggml.{name} is {shown(id)}, outside the {len(self.tokens)} tokens")
+        return id
 
     def token_named(self, name: str) -> str | None:
         id = self.id_named(name)
-        return None if id is None else str(self.tokens[id])
+        return None if id is None else self.tokens[id]
 
     def ids(self) -> dict[str, int]:
         return {token: id for id, token in enumerate(self.tokens)}
@@ -130,21 +135,23 @@ _PRE_TOKENIZERS = {
 def _builder(model: str) -> Callable[[_Vocabulary], Backend]:
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if model not in builders:
-        raise UnsupportedModel(f"GGUF tokenizer model {model!r} is not supported; known: {', '.join(builders)}")
+        raise UnsupportedModel(f"GGUF tokenizer model {shown(model)} is not supported; known: {', '.join(builders)}")
     return builders[model]
 
 
 def _pre_tokenizer(vocab: _Vocabulary) -> _PreTokenizer:
-    name = vocab.get("pre") or "default"
+    name = vocab.text("pre") if vocab.get("pre") else "default"
     if name not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
-        raise UnsupportedModel(f"GGUF pre-tokenizer {name!r} (tokenizer.ggml.pre) is not supported; known: {known}")
+        raise UnsupportedModel(
+            f"GGUF pre-tokenizer {shown(name)} (tokenizer.ggml.pre) is not supported; known: {known}"
+        )
     return _PRE_TOKENIZERS[name]
 
 
 def _byte_level(vocab: _Vocabulary) -> Backend:
     pre = _pre_tokenizer(vocab)
-    merges = [_merge(line) for line in vocab.items("merges")]
+    merges = [_merge(line) for line in vocab.items("merges", str)]
     backend = Backend(_bpe(vocab, merges, ignore_merges=pre.ignore_merges))
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.gpt2_words)
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre.split, to_bytes]) if pre.split is not None else to_bytes
@@ -157,7 +164,7 @@ def _byte_level(vocab: _Vocabulary) -> Backend:
 def _sentencepiece(vocab: _Vocabulary) -> Backend:
     prefix = vocab.flag("add_space_prefix", default=True)
     unknown = vocab.token_named("unknown_token_id")
-    merges = _merges_by_score(vocab.tokens, vocab.per_token("scores"))
+    merges = _merges_by_score(vocab.tokens, vocab.per_token("scores", float))
     backend = Backend(_bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces = normalizers.Replace(" ", _SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
@@ -166,10 +173,10 @@ def _sentencepiece(vocab: _Vocabulary) -> Backend:
     return backend
 
 
-def _merge(line: object) -> tuple[str, str]:
-    left, space, right = str(line).partition(" ")
+def _merge(line: str) -> tuple[str, str]:
+    left, space, right = line.partition(" ")
     if not space:
-        raise CorruptModel(f"tokenizer.ggml.merges has {line!r}, which is not a pair")
+        raise CorruptModel(f"tokenizer.ggml.merges has {shown(line)}, which is not a pair")
     return left, right
 
 
@@ -178,6 +185,8 @@ def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tup
     ids = {token: id for id, token in enumerate(tokens)}
     ranked: list[tuple[float, int, int, int]] = []
     for token, id in ids.items():
+        if len(token) > _MAX_PIECE_LENGTH:
+            raise CorruptModel(f"tokenizer.ggml.tokens has {shown(token)} of {len(token)} characters")
         for cut in range(1, len(token)):
             left, right = ids.get(token[:cut]), ids.get(token[cut:])
             if left is not None and right is not None:
@@ -194,7 +203,7 @@ def _bpe(vocab: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> B
 
 def _add_special(backend: Backend, vocab: _Vocabulary) -> None:
     """Control and unknown tokens, bos and eos are special; user-defined ones are matched whole, but shown."""
-    types = vocab.per_token("token_type") if vocab.get("token_type") is not None else [_NORMAL] * len(vocab.tokens)
+    types = vocab.per_token("token_type", int) if vocab.get("token_type") is not None else [_NORMAL] * len(vocab.tokens)
     named = {vocab.token_named("bos_token_id"), vocab.token_named("eos_token_id")}
     typed = list(zip(vocab.tokens, types, strict=True))
     special = [token for token, kind in typed if kind in (_CONTROL, _UNKNOWN) or token in named]
@@ -208,6 +217,7 @@ def _adds_bos(vocab: _Vocabulary) -> bool:
     return vocab.text("model") == "llama" or _pre_tokenizer(vocab).add_bos
 
 
-def _eos_ids(vocab: _Vocabulary) -> tuple[int, ...]:
-    ids = (vocab.id_named(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id"))
-    return tuple(dict.fromkeys(id for id in ids if id is not None))
+def _chat_template(template: object) -> str | None:
+    if template is None or isinstance(template, str):
+        return template
+    raise CorruptModel(f"tokenizer.chat_template is {shown(template)}, not a string")

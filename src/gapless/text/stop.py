@@ -1,7 +1,8 @@
 """Finds stop strings in a text that arrives in pieces.
 
-Owns the text held back because it may begin a stop string. The outcome is that of cutting the whole text at the
-earliest occurrence (of several that start there, the longest), whatever the pieces. Does not know tokens.
+Owns the text held back because it may begin a stop string. The stop string that is complete first ends the text; of
+several that are complete with the same character, the longest. How the text is cut into pieces makes no difference.
+Does not know tokens.
 """
 
 from __future__ import annotations
@@ -42,44 +43,41 @@ class StopMatcher:
         self._held = ""
         self._matched: str | None = None
 
-    def push(self, delta: str) -> StopResult:
-        """The text that can be shown now. After a stop, everything further is dropped."""
+    def push(self, delta: str, *, may_stop: bool = True) -> StopResult:
+        """The text that can be shown now. After a stop, everything further is dropped.
+
+        Without `may_stop`, a stop string that `delta` completes is text. One that it begins can still end the text.
+        """
         if not self._stops:
             return StopResult(delta)
         if self._matched is not None:
             return StopResult("", self._matched)
-        return self._resolve(self._held + delta, more_may_come=True)
-
-    def finish(self) -> StopResult:
-        """Nothing follows: what was held back is text, or a stop that only waited for a longer one."""
-        if self._matched is not None:
-            return StopResult("", self._matched)
-        return self._resolve(self._held, more_may_come=False)
-
-    def _resolve(self, text: str, *, more_may_come: bool) -> StopResult:
-        match = self._first_match(text)
-        open_start = self._first_open_start(text) if more_may_come else len(text)
-        if match is not None and match.start < open_start:
+        text = self._held + delta
+        match = self._first_match(text, len(self._held)) if may_stop else None
+        if match is not None:
             return self._stop_at(match, text)
-        # A stop string that began no later than the match may still be completed; it would win.
+        open_start = min(_open_start(text, stop) for stop in self._stops)
         self._held = text[open_start:]
         return StopResult(text[:open_start])
+
+    def finish(self) -> StopResult:
+        """Nothing follows: what was held back is text."""
+        text, self._held = self._held, ""
+        return StopResult(text, self._matched)
 
     def _stop_at(self, match: _Match, text: str) -> StopResult:
         self._held, self._matched = "", match.stop
         return StopResult(text[: match.end if self._include_stop else match.start], match.stop)
 
-    def _first_match(self, text: str) -> _Match | None:
-        matches = (_Match(text.find(stop), stop) for stop in self._stops)
-        found = (match for match in matches if match.start >= 0)
-        return min(found, key=lambda match: (match.start, -match.end), default=None)
-
-    def _first_open_start(self, text: str) -> int:
-        """Where the longest suffix of `text` that begins, but is not yet, a stop string starts."""
-        return min(_open_start(text, stop) for stop in self._stops)
+    def _first_match(self, text: str, num_old: int) -> _Match | None:
+        """The match that ends first, past the old characters."""
+        starts = ((text.find(stop, max(0, num_old + 1 - len(stop))), stop) for stop in self._stops)
+        found = (_Match(start, stop) for start, stop in starts if start >= 0)
+        return min(found, key=lambda match: (match.end, match.start), default=None)
 
 
 def _open_start(text: str, stop: str) -> int:
+    """Where the longest suffix of `text` that begins, but is not yet, the stop string starts."""
     longest = min(len(text), len(stop) - 1)
     length = next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
     return len(text) - length

@@ -49,10 +49,6 @@ class Tokenizer:
         return self._parts.eos_token
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self._parts.eos_token_ids
-
-    @property
     def chat_template(self) -> str | None:
         return self._parts.chat_template
 

@@ -1,0 +1,192 @@
+"""Part files damaged at random: `python -m gapless.proof.fuzz --target part-files`.
+
+A run is stopped at a random result, its part file is mutated, and the run goes on from there, often more than once.
+Each time it either gives the file of an undisturbed run, to the byte, or is refused with a GaplessError. A result that
+no run produced is never accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gapless.errors import GaplessError
+from gapless.part_file import Record
+from gapless.result_file import ResultFile, error_record
+
+MOST_LINES = 12
+MOST_MUTATIONS = 4
+MOST_RESUMES = 3
+MOST_S = 5.0  # for one case; a case takes milliseconds
+MEMORY = "/dev/shm"  # a folder where fsync costs nothing
+JUNK = (
+    b"{}",
+    b"[]",
+    b"7",
+    b'"x"',
+    b"null",
+    b"\0\0\0\0",
+    b"\xff\xfe",
+    b'{"index": "0"}',
+    b'{"part_of": []}',
+    b"[" * 5000,
+)
+WORDS = ("", "a", "é", "東京", "\ud800", "line\u2028end", "crc", "x" * 300)
+
+Mutation = Callable[[random.Random, bytearray], None]
+
+
+class Wrong(AssertionError):
+    """A case whose outcome is neither the right file nor a refusal."""
+
+
+def _flip(dice: random.Random, data: bytearray) -> None:
+    for _ in range(dice.choice((1, 1, 2, 8))):
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+
+
+def _cut(dice: random.Random, data: bytearray) -> None:
+    del data[dice.randrange(len(data)) :]
+
+
+def _drop(dice: random.Random, data: bytearray) -> None:
+    begin = dice.randrange(len(data))
+    del data[begin : begin + dice.randrange(1, 60)]
+
+
+def _blank(dice: random.Random, data: bytearray) -> None:
+    begin = dice.randrange(len(data))
+    count = min(dice.randrange(1, 200), len(data) - begin)
+    data[begin : begin + count] = bytes(count)
+
+
+def _grow(dice: random.Random, data: bytearray) -> None:
+    data += bytes(dice.randrange(1, 5000))
+
+
+def _insert(dice: random.Random, data: bytearray) -> None:
+    begin = dice.randrange(len(data) + 1)
+    data[begin:begin] = dice.choice(JUNK) + dice.choice((b"", b"\n"))
+
+
+def _shuffle_lines(dice: random.Random, data: bytearray) -> None:
+    """Swap, repeat or remove lines, the head included."""
+    lines = bytes(data).splitlines(keepends=True)
+    one, other = dice.randrange(len(lines)), dice.randrange(len(lines))
+    kind = dice.randrange(3)
+    if kind == 0:
+        lines[one], lines[other] = lines[other], lines[one]
+    elif kind == 1:
+        lines.insert(other, lines[one])
+    else:
+        del lines[one]
+    data[:] = b"".join(lines)
+
+
+def _edit_head(dice: random.Random, data: bytearray) -> None:
+    end = data.find(b"\n") + 1
+    data[:end] = dice.choice((*JUNK, b'{"part_of": "run"}', b'{"part_of": "run", "crc": "00000000"}')) + b"\n"
+
+
+MUTATIONS: tuple[Mutation, ...] = (_flip, _cut, _drop, _blank, _grow, _insert, _shuffle_lines, _edit_head)
+
+
+def fuzz_part_files(seconds: float, seed: int, most_cases: int | None = None) -> Counter[str]:
+    """Play cases until time or number is up; how many ended in which way. Raises Wrong, which names the case."""
+    counts: Counter[str] = Counter()
+    end = time.monotonic() + seconds
+    with _quiet(), tempfile.TemporaryDirectory(dir=MEMORY if os.path.isdir(MEMORY) else None) as folder:
+        while time.monotonic() < end and counts["cases"] != most_cases:
+            name = f"{seed}/{counts['cases']}"
+            began = time.monotonic()
+            try:
+                counts.update(_play(random.Random(name), Path(folder)))
+            except Exception as error:
+                raise Wrong(f"case {name}: {type(error).__name__}: {error}") from error
+            if time.monotonic() - began > MOST_S:
+                raise Wrong(f"case {name}: took more than {MOST_S} seconds")
+            counts["cases"] += 1
+    return counts
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings that go with skipped lines."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _play(dice: random.Random, folder: Path) -> list[str]:
+    """One case: what each resume came to."""
+    records = _draw_records(dice)
+    path = folder / "out.jsonl"
+    wanted = _whole(folder / "wanted.jsonl", records)
+    _run(path, records, dice.randrange(1, len(records) + 1), skip_damaged=False)
+    part = path.with_name("out.jsonl.part")
+    outcomes = []
+    for number in range(dice.randrange(1, MOST_RESUMES + 1)):
+        if number == 0 or dice.random() < 0.5:
+            _mutate(dice, part)
+        skip = dice.random() < 0.7
+        try:
+            _run(path, records, dice.randrange(len(records) + 1), skip_damaged=skip)
+            outcomes.append("skipped" if skip else "resumed")
+        except GaplessError:
+            outcomes.append("refused")
+    try:
+        found = _whole(path, records, skip_damaged=True)
+    except GaplessError:
+        outcomes.append("restarted")
+        found = _whole(path, records, restart=True)
+    assert found == wanted, f"{found!r} is not {wanted!r}"
+    return outcomes
+
+
+def _draw_records(dice: random.Random) -> list[Record]:
+    """Results in the order in which they complete; some prompts fail whenever they run."""
+    indexes = list(range(dice.randrange(1, MOST_LINES + 1)))
+    dice.shuffle(indexes)
+    return [
+        error_record(index, index, dice.choice(WORDS))
+        if dice.random() < 0.2
+        else {"index": index, "id": dice.choice(WORDS), "text": dice.choice(WORDS)}
+        for index in indexes
+    ]
+
+
+def _mutate(dice: random.Random, part: Path) -> None:
+    data = bytearray(part.read_bytes()) if part.exists() else bytearray()
+    for _ in range(dice.randrange(1, MOST_MUTATIONS + 1)):
+        if data:
+            dice.choice(MUTATIONS)(dice, data)
+    part.write_bytes(data)
+
+
+def _run(path: Path, records: list[Record], most: int, *, skip_damaged: bool) -> None:
+    """Resume, complete so many results at most, and stop as if killed."""
+    file = ResultFile(path, "run", len(records), skip_damaged=skip_damaged)
+    for record in [record for record in records if record["index"] not in file.done][:most]:
+        file.add(record)
+    file.close()
+
+
+def _whole(path: Path, records: list[Record], *, restart: bool = False, skip_damaged: bool = False) -> bytes:
+    """Resume, complete every result, and take the file away."""
+    file = ResultFile(path, "run", len(records), restart=restart, skip_damaged=skip_damaged)
+    for record in records:
+        if record["index"] not in file.done:
+            file.add(record)
+    file.finish()
+    found = path.read_bytes()
+    path.unlink()
+    return found
