@@ -181,6 +181,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "batch_invariant": ({"batch_invariant": 1}, ("batch_invariant must be true or false, got 1",)),
     "trace": ({"trace": ""}, ("trace must be the name of a file", "got ''")),
     "record": ({"record": None}, ("record must be true or false, got None",)),
+    "allow_special_tokens": ({"allow_special_tokens": "yes"}, ("allow_special_tokens must be true or false",)),
     "trace of nothing": ({"trace": "T.json", "record": False}, ("no timeline to write without record",)),
     "trace nowhere": ({"trace": "/no/such/folder/T.json"}, ("no such folder",)),
     "interleave": ({"interleave": -1}, ("interleave must be a whole number between 0", "got -1")),

@@ -14,7 +14,7 @@ import gapless
 
 ROOT = Path(gapless.__file__).parent
 PACKAGE = "gapless"
-LEAVES = ("errors", "config", "garbage", "progress")
+LEAVES = ("errors", "config", "garbage", "progress", "child")
 VALUES = ("core.params", "core.outcome", "core.request")
 FILES_OF_RUN = ("prompt_file", "part_file", "file_lock", "result_file", "console")
 TOP_LEVEL = ("client", "llm", "async_llm", "report", *FILES_OF_RUN, "commands", "cli")
@@ -27,6 +27,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "config": ("errors",),
     "garbage": (),
     "progress": (),
+    "child": (),
     "core": ("errors",),
     "device": ("errors",),
     "kernels": (),
@@ -34,7 +35,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "trace": ("errors",),
     "attention": ("kernels",),
     "models": ("errors", "kernels"),
-    "text": ("errors", "models.source", "models.files", "models.gguf_file"),
+    "text": ("errors", "child", "models.source", "models.files", "models.gguf_file"),
     "runner": (
         *("core.plan", "core.limits", "core.params", "core.request", "core.row_fields"),
         *("device", "attention", "models", "kernels", "native", "config", "errors"),
@@ -58,7 +59,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "__init__": ("async_llm", "client", "core.params", "errors", "llm"),
 }
 FREE = BENCH + PROOF  # take the engine apart, to measure it and to check it
-NO_TORCH = ("errors", "config", "garbage", "progress", "core", "native", "text", "trace")
+NO_TORCH = ("errors", "config", "garbage", "progress", "child", "core", "native", "text", "trace")
 MAY_SAY_CUDA = (
     "device/cuda.py",
     "runner/graphs.py",

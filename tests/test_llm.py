@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ from gapless import LLM, Completion, SamplingParams
 from gapless.client import Job
 from gapless.core.outcome import Finished, Progress
 from gapless.core.request import int_array
-from gapless.errors import EngineClosed, StepFailed
+from gapless.errors import EngineClosed, InvalidRequest, StepFailed
+from gapless.text.tokenizer import Tokenizer
 from tiny import COUNT, CPU, EOS, MAX_LEN, PROMPTS, ids, text_of, truth
 
 TIMEOUT_S = 20.0
@@ -306,6 +308,35 @@ def test_many_chats_are_answered_in_order(tiny_llm: LLM) -> None:
     talks = [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
     alone = [tiny_llm.chat(talk, GREEDY).token_ids for talk in talks]
     assert [answer.token_ids for answer in tiny_llm.chat(talks, GREEDY)] == alone
+
+
+def test_the_text_of_a_chat_has_no_end_token(tiny_llm: LLM, make_llm: Callable[..., LLM]) -> None:
+    """The tiny model's end token is a line's end, which it can write in no other way."""
+    talk = [{"role": "user", "content": "a\nb"}]
+    assert EOS not in tiny_llm.chat(talk, GREEDY).prompt_token_ids
+    assert EOS in tiny_llm.generate("a\nb", GREEDY)[0].prompt_token_ids
+    assert EOS in make_llm(allow_special_tokens=True).chat(talk, GREEDY).prompt_token_ids
+
+
+def test_the_template_process_ends_with_the_llm(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    chat = llm._client._chat
+    assert chat is not None
+    assert chat._process.pid is None, "nobody asked for a chat yet"
+    llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+    pid = chat._process.pid
+    assert pid is not None
+    llm.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_prompt_that_cannot_fit_is_not_tokenized(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
+    with pytest.raises(InvalidRequest, match="maximum context length is 128 tokens"):
+        tiny_llm.generate("x" * 10**7)
+    with pytest.raises(InvalidRequest, match="maximum context length is 128 tokens"):
+        tiny_llm.chat([{"role": "user", "content": "x" * 10**7}])
 
 
 # -- run -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from gapless.models.source import ModelSource, resolve
 from gapless.pipeline.engine import Engine
 from gapless.text import load_tokenizer
 from gapless.text.assembler import Assembler
-from gapless.text.chat import ChatTemplate
+from gapless.text.local_chat import LocalChat
 from gapless.text.tokenizer import Tokenizer
 from gapless.trace.files import TraceFiles
 
@@ -101,12 +101,16 @@ class Client:
         source = resolve(options.model)
         self.tokenizer = _tokenizer(source)
         self._no_tokenizer = f"{source.name} has no tokenizer; give the prompt as token ids"
-        self._template: ChatTemplate | None = None
+        self._chat: LocalChat | None = None
+        if self.tokenizer is not None:
+            self._chat = LocalChat(self.tokenizer, allow_special_tokens=options.allow_special_tokens)
         self.engine = Engine(options, source, progress)
 
     def close(self) -> None:
         """Stop the engine, and write its timeline if that was asked for. Can be called again."""
         self.engine.close()
+        if self._chat is not None:
+            self._chat.close()
         files, self._trace = self._trace, None
         if files is not None:
             files.write([self.engine.timeline().trimmed()])
@@ -118,21 +122,29 @@ class Client:
                 raise InvalidRequest(self._no_tokenizer)
             if not prompt:
                 raise InvalidRequest("the prompt is empty; it needs at least one character")
+            self.tokenizer.check_length(prompt, self._most)
             return self.tokenizer.encode(prompt)
         if isinstance(prompt, (list, tuple)) and all(type(token) is int for token in prompt):
             return prompt
         raise InvalidRequest(f"a prompt is text or a list of token ids, got {_excerpt(prompt)}")
 
-    def encode_chat(self, messages: Sequence[Message]) -> Sequence[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, continue_final_message: bool = False
+    ) -> Sequence[int]:
         """Token ids of a conversation, ready for the assistant's turn. Raises InvalidRequest."""
-        if self.tokenizer is None:
+        if self._chat is None:
             raise InvalidRequest(self._no_tokenizer)
-        if self._template is None:
-            tokenizer = self.tokenizer
-            self._template = ChatTemplate(
-                tokenizer.chat_template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
-            )
-        return self.tokenizer.encode(self._template.render(messages), add_special_tokens=False)
+        return self._chat.encode(
+            messages,
+            self._most,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+
+    @property
+    def _most(self) -> int:
+        """Tokens of a prompt at most."""
+        return self.engine.resolved.limits.max_model_len
 
     def prepare(self, tokens: Sequence[int], params: SamplingParams, *, streams: bool) -> Job:
         """A job that is sure to be accepted. Stop strings need each token as it comes."""

@@ -62,6 +62,7 @@ class EngineOptions:
     native: bool = _option(True, "run CPU steps as one native call, where there is a C++ compiler")
     check: bool = _option(False, "check every overlap of streams and every invariant (slow)")
     record: bool = _option(True, "record what every step took; without it nobody knows when and why the device idled")
+    allow_special_tokens: bool = _option(False, "read special tokens in the text of chat messages as such, not as text")
     trace: str | bool | None = _option(None, "write the timeline here (T.json, and T.html beside it) when closed")
     interleave: int | None = _option(None, "a seed: run the streams in any order that events allow (CPU, slow)")
 
@@ -78,7 +79,7 @@ class EngineOptions:
                 _integer(name, getattr(self, name), 1, high)
         _seconds("max_step_time", self.max_step_time)
         _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("prefix_cache", "batch_invariant", "native", "check", "record"):
+        for name in ("prefix_cache", "batch_invariant", "native", "check", "record", "allow_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.interleave is not None:

@@ -2,6 +2,8 @@
 
     GaplessError
     ├── InvalidRequest      a prompt or a sampling parameter that cannot be served (also a ValueError)
+    │   ├── PromptTooLong       a prompt that is longer than the model's context
+    │   └── TemplateBusy        the chat template is slow, and too many other renderings of it are too
     ├── ConfigError         an engine option that makes no sense, alone or together (also a ValueError)
     ├── ModelError          the model cannot be used
     │   ├── ModelNotFound       no such name, directory, file or hub id
@@ -24,6 +26,17 @@ class GaplessError(Exception):
 
 class InvalidRequest(GaplessError, ValueError):
     """A prompt or a sampling parameter that cannot be served."""
+
+
+class PromptTooLong(InvalidRequest):
+    """A prompt that is longer than the model's context."""
+
+    def __init__(self, most: int, given: str) -> None:
+        super().__init__(f"This model's maximum context length is {most} tokens. However, you requested {given}.")
+
+
+class TemplateBusy(InvalidRequest):
+    """A slow rendering, stopped because too many others are slow at the same time."""
 
 
 class ConfigError(GaplessError, ValueError):

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import logging
 import os
-import signal
 import socket
 import threading
 from collections.abc import Coroutine
@@ -40,7 +39,6 @@ from gapless.server.protocol import ChatRequest, CompletionRequest
 from gapless.server.protocol import Message as ChatMessage
 from gapless.server.roster import Flight, Roster
 from gapless.server.supervisor import Supervisor, count_oom_kills
-from gapless.server.template_process import Renderer, Template
 from gapless.server.traces import Traces
 from gapless.text.assembler import Assembler
 from tiny import ALPHABET
@@ -259,85 +257,6 @@ def test_whatever_happens_nobody_is_lost(data: st.DataObject) -> None:
     assert num_crashes <= 2 * len(poison), "two crashes did not suffice"
     assert not poison & left, "poison still runs, or waits for ever"
     assert all(flights[id].tokens for id in left), "somebody waits for ever"
-
-
-# -- templates ---------------------------------------------------------------------------------------------------------
-
-TALK = [{"role": "user", "content": "hi"}]
-
-
-def render(template: str | None, *, timeout_s: float = 5.0) -> str:
-    async def go() -> str:
-        renderer = Renderer(Template(template, None, None), timeout_s)
-        try:
-            return await renderer.render(TALK)
-        finally:
-            renderer.close()
-
-    return asyncio.run(go())
-
-
-def test_a_template_renders_in_its_own_process() -> None:
-    assert render("{{ messages[0].content }}!") == "hi!"
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        render(None)
-    with pytest.raises(InvalidRequest, match="does not parse"):
-        render("{% if %}")
-
-
-def test_nobody_notices_that_an_idle_template_process_was_killed() -> None:
-    async def go() -> str:
-        renderer = Renderer(Template("{{ messages[0].content }}!", None, None), 5.0)
-        await renderer.render(TALK)
-        assert renderer.pid is not None
-        os.kill(renderer.pid, signal.SIGKILL)
-        try:
-            return await renderer.render(TALK)
-        finally:
-            renderer.close()
-
-    assert asyncio.run(go()) == "hi!"
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{{ 9 ** (9 ** 9) }}",  # one operation, which no other thread of the same process could interrupt
-    ],
-    ids=["loops", "powers"],
-)
-def test_a_hostile_template_neither_stalls_the_event_loop_nor_outlives_its_time(template: str) -> None:
-    async def go() -> float:
-        renderer = Renderer(Template(template, None, None), 0.5)
-        longest, last = 0.0, asyncio.get_running_loop().time()
-
-        async def tick() -> None:
-            nonlocal longest, last
-            while True:
-                await asyncio.sleep(0.01)
-                now = asyncio.get_running_loop().time()
-                longest, last = max(longest, now - last), now
-
-        ticking = asyncio.create_task(tick())
-        for _ in range(2):  # the second needs another process
-            with pytest.raises(InvalidRequest, match=r"longer than 0\.5 s"):
-                await renderer.render(TALK)
-        ticking.cancel()
-        renderer.close()
-        return longest
-
-    assert asyncio.run(go()) < 0.4
-
-
-def test_a_template_cannot_take_all_memory() -> None:
-    with pytest.raises(InvalidRequest, match=r"memory|could not be rendered|refused"):
-        render("{{ 'x' * 10 ** 11 }}", timeout_s=20)
-
-
-def test_a_template_cannot_reach_files() -> None:
-    with pytest.raises(InvalidRequest, match="refused"):
-        render("{{ ''.__class__.__mro__[1].__subclasses__() }}")
 
 
 # -- logs --------------------------------------------------------------------------------------------------------------

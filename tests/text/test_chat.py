@@ -48,6 +48,43 @@ def test_smollm2_template(smollm2: Tokenizer, add_generation_prompt: bool) -> No
         assert chat.render(messages, add_generation_prompt=add_generation_prompt) == expected[0]
 
 
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TRIMS = CHATML.replace("m.content", "(m.content | trim)")
+FINALS = ["The answer is", "The answer is ", " spaces \n", "", "FINAL_MESSAGE_ENDS_HERE ", "a<|im_end|>b"]
+
+
+@pytest.mark.parametrize("final", FINALS)
+@pytest.mark.parametrize("template", [CHATML, TRIMS, TEMPLATES[0], TEMPLATES[2]])
+def test_a_final_message_is_continued_as_in_transformers(template: str, final: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [*CHATS[0], {"role": "assistant", "content": final}]
+    chat = ChatTemplate(template, bos_token="<s>", eos_token="</s>")
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    try:
+        expected, _ = render_jinja_template([messages], chat_template=template, continue_final_message=True, **tokens)
+    except ValueError:
+        with pytest.raises(InvalidRequest, match="does not write the final message"):
+            chat.render(messages, add_generation_prompt=False, continue_final_message=True)
+    else:
+        assert chat.render(messages, add_generation_prompt=False, continue_final_message=True) == expected[0]
+
+
+def test_a_final_message_is_not_continued_and_followed() -> None:
+    with pytest.raises(InvalidRequest, match="exclude each other"):
+        ChatTemplate(CHATML).render(CHATS[0], continue_final_message=True)
+
+
+def test_a_final_message_that_is_not_written_is_not_continued() -> None:
+    with pytest.raises(InvalidRequest, match="does not write the final message"):
+        ChatTemplate("{{ messages[-1].content | upper }}").render(
+            CHATS[0], add_generation_prompt=False, continue_final_message=True
+        )
+
+
 def test_text_parts_are_joined_by_lines() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": parts}]) == "a\nb"

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
-from gapless.errors import CorruptModel, InvalidRequest, ModelNotFound
-from gapless.text.tokenizer import Tokenizer
+from gapless.errors import CorruptModel, InvalidRequest, ModelNotFound, PromptTooLong
+from gapless.text.tokenizer import HUGE_TEXT, Tokenizer
 
 
 @pytest.fixture
@@ -116,6 +118,46 @@ def test_damaged_files(directory: Path, name: str, content: str) -> None:
 def test_refuses_what_is_not_text(byte_level: Tokenizer, text: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"not valid Unicode|must be a string"):
         byte_level.encode(text)
+
+
+def test_a_text_that_is_too_long_is_not_tokenized_whole(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[int] = []
+    encode = byte_level.encode
+
+    def watched(text: str, **options: Any) -> list[int]:
+        pieces.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(byte_level, "encode", watched)
+    with pytest.raises(PromptTooLong, match=r"maximum context length is 10000 tokens.*the first 65536"):
+        byte_level.check_length("xyz " * 900_000, 10_000)
+    assert pieces == [HUGE_TEXT]
+    with pytest.raises(PromptTooLong, match="more than 51200 characters"):
+        byte_level.check_length("x" * 51_201, 100)
+    assert pieces == [HUGE_TEXT], "the number of characters is enough to tell"
+
+
+def test_no_text_that_fits_is_refused(small_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gapless.text.tokenizer.HUGE_TEXT", 256)
+
+    @settings(deadline=None)
+    @given(st.text("the cat€ \n.", max_size=40), st.integers(1, 300))
+    def holds(text: str, times: int) -> None:
+        whole = text * times
+        count = len(small_tokenizer.encode(whole, add_special_tokens=False))
+        small_tokenizer.check_length(whole, max(count, len(whole) // 64 + 1))  # a piece has room for 4, really for 128
+
+    holds()
+
+
+def test_memory_of_a_long_text_is_given_back(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr("gapless.text.tokenizer.give_memory_back", lambda: calls.append(None))
+    byte_level.encode("x" * 10_000)
+    assert not calls
+    monkeypatch.setattr("gapless.text.tokenizer.TRIMMED_TEXT", 9_999)
+    byte_level.encode("x" * 10_000)
+    assert len(calls) == 1
 
 
 def test_imports_no_torch() -> None:

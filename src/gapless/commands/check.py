@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import random
@@ -28,7 +29,7 @@ from gapless.proof.stage import ModelStage, Room
 from gapless.proof.tiny import TINY, named_stage
 from gapless.proof.vary import Variety
 from gapless.text import load_tokenizer
-from gapless.text.chat import ChatTemplate
+from gapless.text.local_chat import LocalChat
 from gapless.text.tokenizer import Tokenizer
 
 DEPTHS = (1, 2, 3)
@@ -159,10 +160,13 @@ def _asks(stage: ModelStage, prompts: str | None, steps: int, seed: int) -> list
         lines = tuple(read_lines(json.dumps({"temperature": 0, **prompt}).encode() for prompt in PROMPTS))
     else:
         lines = read_prompts(prompts, console.stdin()).lines
-    return [_ask(stage, line, steps, seed) for line in lines]
+    if stage.tokenizer is None:
+        return [_ask(stage, None, line, steps, seed) for line in lines]
+    with contextlib.closing(LocalChat(stage.tokenizer)) as chat:
+        return [_ask(stage, chat, line, steps, seed) for line in lines]
 
 
-def _ask(stage: ModelStage, line: Line | BadLine, steps: int, seed: int) -> Ask:
+def _ask(stage: ModelStage, chat: LocalChat | None, line: Line | BadLine, steps: int, seed: int) -> Ask:
     if isinstance(line, BadLine):
         raise InvalidRequest(line.error)
     params = SamplingParams.from_dict(line.params)
@@ -171,24 +175,23 @@ def _ask(stage: ModelStage, line: Line | BadLine, steps: int, seed: int) -> Ask:
     eos = () if params.ignore_eos else stage.config.eos_token_ids
     return Ask(
         id=str(line.id),
-        prompt=tuple(_tokens(stage.tokenizer, line)[:LONGEST_PROMPT]),
+        prompt=tuple(_tokens(stage, chat, line)[:LONGEST_PROMPT]),
         params=params,
         seed=params.seed if params.seed is not None else derive_seed(seed, line.index),
         stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
     )
 
 
-def _tokens(tokenizer: Tokenizer | None, line: Line) -> Sequence[int]:
+def _tokens(stage: ModelStage, chat: LocalChat | None, line: Line) -> Sequence[int]:
     if isinstance(line.prompt, list) and line.prompt and all(type(token) is int for token in line.prompt):
         return line.prompt
-    if tokenizer is None:
+    if stage.tokenizer is None or chat is None:
         raise InvalidRequest(f"prompt {line.id}: the model has no tokenizer; give token ids")
     if line.messages is not None:
-        template = ChatTemplate(tokenizer.chat_template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
-        return tokenizer.encode(template.render(line.messages), add_special_tokens=False)
+        return chat.encode(line.messages, stage.config.max_position_embeddings)
     if not isinstance(line.prompt, str) or not line.prompt:
         raise InvalidRequest(f"prompt {line.id}: must be text or a list of token ids")
-    return tokenizer.encode(line.prompt)
+    return stage.tokenizer.encode(line.prompt)
 
 
 def _about(stage: ModelStage) -> str:

@@ -1,4 +1,4 @@
-"""Messages over a socket pair between a process and a child of it; and how such a child is started.
+"""Messages over a socket pair between a process and a child of it.
 
 A frame is four bytes of length and a msgspec message. A socket pair has no name on the disk, nobody else can connect to
 it, and either side reads end-of-file the moment the other one dies. Knows no engine and no HTTP.
@@ -8,15 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import os
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
-from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -25,7 +19,6 @@ from gapless.server.messages import Message
 
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 2**20
-_PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
 
@@ -106,25 +99,3 @@ def encode(encoder: msgspec.msgpack.Encoder, message: Message) -> bytes:
     assert size <= MAX_FRAME_BYTES, f"a message of {size} bytes"
     HEADER.pack_into(frame, 0, size)
     return bytes(frame)
-
-
-def spawn(command: Sequence[str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start a child that inherits these descriptors and nothing else, out of reach of the terminal's Ctrl-C."""
-    return subprocess.Popen(
-        [*command, *map(str, fds)],
-        pass_fds=fds,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def become_child() -> None:
-    """In the child: die with the parent, and leave SIGINT and SIGTERM to it, who drains before it ends us."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)  # it died before the line above

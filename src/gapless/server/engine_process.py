@@ -26,6 +26,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from gapless.child import become_child
 from gapless.config import EngineOptions
 from gapless.core.outcome import Finished, Progress, TokenLogprob, prompt_logprobs
 from gapless.core.request import Request
@@ -33,7 +34,7 @@ from gapless.errors import EngineClosed, GaplessError, InvalidRequest, StepFaile
 from gapless.garbage import collect_rarely
 from gapless.models.source import resolve
 from gapless.pipeline.engine import Engine
-from gapless.server.channel import ChildChannel, Disconnected, become_child
+from gapless.server.channel import ChildChannel, Disconnected
 from gapless.server.messages import (
     Abort,
     Close,

@@ -26,13 +26,14 @@ from gapless.server.app import build_app
 from gapless.server.logs import LineWriter, set_up_logs
 from gapless.server.metrics import Metrics
 from gapless.server.options import ServerOptions, read_keys
+from gapless.server.render_pool import RenderPool
 from gapless.server.service import Service
 from gapless.server.supervisor import ENGINE_COMMAND, Supervisor
-from gapless.server.template_process import Renderer, Template
 from gapless.server.traces import Traces
 from gapless.server.watchdog import Watchdog
 from gapless.server.wire import Http
 from gapless.text import load_tokenizer
+from gapless.text.local_chat import template_source
 from gapless.text.tokenizer import Tokenizer
 
 EXIT_NOW = 143
@@ -72,8 +73,15 @@ async def _serve(
     command: Sequence[str],
 ) -> int:
     supervisor = Supervisor(engine, Watchdog(options.load_timeout, options.step_timeout), command)
-    renderer = Renderer(_template(tokenizer), options.template_timeout)
-    service = Service(options, supervisor, tokenizer, renderer, options.served_model_name or (source.name,))
+    renderer = RenderPool(template_source(tokenizer), options.template_timeout)
+    service = Service(
+        options,
+        supervisor,
+        tokenizer,
+        renderer,
+        options.served_model_name or (source.name,),
+        allow_special_tokens=engine.allow_special_tokens,
+    )
     metrics = Metrics(supervisor)
     writer.on_loss = metrics.log_lines_lost.inc
     traces = Traces(trace_endpoint())
@@ -82,6 +90,8 @@ async def _serve(
     host, port = sock.getsockname()[:2]
     if tokenizer is not None and tokenizer.chat_template is not None:
         await renderer.start()
+        if not engine.allow_special_tokens:
+            tokenizer.control.prepare()
     scheme = "http" if options.ssl_certfile is None else "https"
     log.info("listening on %s://%s:%d", scheme, host, port, extra={"port": port, "model": source.name})
     try:
@@ -193,9 +203,3 @@ def _tokenizer(source: ModelSource) -> Tokenizer | None:
     except ModelNotFound as error:
         log.warning("%s", error)
         return None
-
-
-def _template(tokenizer: Tokenizer | None) -> Template:
-    if tokenizer is None:
-        return Template(None, None, None)
-    return Template(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)

@@ -7,6 +7,7 @@ before the first byte of an answer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gapless.core.params import MAX_STOP_IDS, SamplingParams, derive_seed
-from gapless.errors import InvalidRequest
+from gapless.errors import CorruptModel, InvalidRequest, PromptTooLong, TemplateBusy
 from gapless.server.conversation import check_message
 from gapless.server.errors import ApiError
 from gapless.server.generation import Choice, Generation
@@ -23,15 +24,18 @@ from gapless.server.logprobs import TokenTexts
 from gapless.server.messages import Ready
 from gapless.server.options import ServerOptions
 from gapless.server.protocol import Choosing, Message, Sampling
+from gapless.server.render_pool import RenderPool
 from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
-from gapless.server.template_process import Renderer
 from gapless.text.assembler import Assembler
-from gapless.text.tokenizer import LONG_TEXT, Tokenizer
+from gapless.text.control import LONG_TEXT
+from gapless.text.conversation import ChatEncoder, Versions
+from gapless.text.render_process import RenderProcess
+from gapless.text.tokenizer import HUGE_TEXT, Tokenizer
 
 log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
-CHARACTERS_A_TOKEN = 512  # no tokenizer makes longer tokens on average: longer texts cannot fit
+NUM_HUGE_TEXTS = 2  # tokenized at the same time: each takes hundreds of bytes a character
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,10 @@ class Service:
         options: ServerOptions,
         supervisor: Supervisor,
         tokenizer: Tokenizer | None,
-        renderer: Renderer,
+        renderer: RenderPool,
         names: Sequence[str],
+        *,
+        allow_special_tokens: bool = False,
     ) -> None:
         self.options = options
         self.supervisor = supervisor
@@ -62,6 +68,8 @@ class Service:
         self.renderer = renderer
         self.names = tuple(names)
         self._token_texts = {by_id: TokenTexts(tokenizer, by_id=by_id) for by_id in (False, True)}
+        self._chats = ChatEncoder(tokenizer, allow_special_tokens=allow_special_tokens) if tokenizer else None
+        self._huge_texts = asyncio.Semaphore(NUM_HUGE_TEXTS)
         self.created = int(time.time())
         self.draining = False
         self._clients: dict[int, str] = {}  # of flights that are not over, by id
@@ -99,16 +107,23 @@ class Service:
 
     async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises ApiError."""
-        tokenizer = self._tokenizer()
-        most = self.info.max_model_len * CHARACTERS_A_TOKEN
-        if len(text) > most:
-            raise ApiError(400, _too_long(self.info.max_model_len, f"more than {most} characters"), param=param)
+        tokenizer, most = self._tokenizer(), self.info.max_model_len
+
+        def tokens() -> list[int]:
+            tokenizer.check_length(text, most)
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return await self._tokenize(tokens, len(text), param)
+
+    async def _tokenize(self, tokens: Callable[[], list[int]], num_chars: int, param: str) -> list[int]:
+        """Call where others do not wait for it, and not for too many huge texts at the same time."""
         try:
-            if len(text) < LONG_TEXT:  # a thread would take longer
-                return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+            if num_chars < LONG_TEXT:  # a thread would take longer
+                return tokens()
+            async with self._huge_texts if num_chars > HUGE_TEXT else contextlib.nullcontext():
+                return await asyncio.to_thread(tokens)
         except InvalidRequest as error:
-            raise ApiError(400, str(error), param=param) from None
+            raise _refusal(error, param) from None
 
     def chat_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages as the template expects them. `developer` is a newer name of `system`. Raises ApiError."""
@@ -122,15 +137,29 @@ class Service:
         ]
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, param: str = "messages", **extra: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        param: str = "messages",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **extra: Any,
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn. Raises ApiError."""
         self._tokenizer()
+        chats, most = self._chats, self.info.max_model_len
+        assert chats is not None
+        values = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+
+        def render(process: RenderProcess) -> tuple[Versions, list[str | None]]:
+            versions = chats.versions(messages, most, values | extra)
+            return versions, process.render(versions.conversations)
+
         try:
-            text = await self.renderer.render(messages, **extra)
-        except InvalidRequest as error:
-            raise ApiError(400, str(error), param=param) from None
-        return await self.encode(text, param=param, add_special_tokens=False)
+            versions, texts = await self.renderer.run(render)
+        except (InvalidRequest, CorruptModel) as error:
+            raise _refusal(error, param) from None
+        return await self._tokenize(lambda: chats.tokens(versions, texts, most), len(texts[0] or ""), param)
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids, special ones included. Raises ApiError."""
@@ -226,8 +255,7 @@ class Service:
         wanted = len(prompt) + (max_tokens if max_tokens is not None else 1)
         if wanted > most:
             parts = f"{len(prompt)} in the prompt and {wanted - len(prompt)} to generate"
-            message = _too_long(most, f"{wanted} tokens ({parts})")
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
+            raise _refusal(PromptTooLong(most, f"{wanted} tokens ({parts})"), param)
         return max_tokens if max_tokens is not None else min(most - len(prompt), self.options.default_limit)
 
     # -- generation --------------------------------------------------------------------------------------------------
@@ -304,8 +332,11 @@ def _nth(params: SamplingParams, number: int) -> SamplingParams:
     return replace(params, seed=derive_seed(params.seed, number))
 
 
-def _too_long(most: int, asked: str) -> str:
-    return f"This model's maximum context length is {most} tokens. However, you requested {asked}."
+def _refusal(error: Exception, param: str) -> ApiError:
+    if isinstance(error, TemplateBusy):
+        return ApiError(503, str(error), param=param, code="template_busy", retry_after_s=RETRY_AFTER_S)
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    return ApiError(400, str(error), param=param, code=code)
 
 
 def _named_first(message: str, names: Sequence[str]) -> str | None:

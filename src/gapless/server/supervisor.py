@@ -20,10 +20,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from gapless.child import spawn
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams, derive_seed
 from gapless.errors import GaplessError
-from gapless.server.channel import Disconnected, ParentChannel, spawn
+from gapless.server.channel import Disconnected, ParentChannel
 from gapless.server.messages import (
     Abort,
     Close,

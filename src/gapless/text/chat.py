@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -19,6 +20,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gapless.errors import CorruptModel, InvalidRequest
 
+_END = "FINAL_MESSAGE_ENDS_HERE "  # its space tells whether the template trims messages
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a template renders: messages, and the values that come with them."""
+
+    messages: list[dict[str, Any]]
+    extra: Mapping[str, Any]
+
 
 class ChatTemplate:
     def __init__(self, template: str | None, *, bos_token: str | None = None, eos_token: str | None = None) -> None:
@@ -27,16 +38,43 @@ class ChatTemplate:
         # A missing token must be undefined in the template: None would be written out as "None".
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **extra: Any) -> str:
-        """The prompt text. It holds the special tokens already: encode it with `add_special_tokens=False`."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **extra: Any,
+    ) -> str:
+        """The prompt text. It holds the special tokens already: encode it with `add_special_tokens=False`.
+
+        With `continue_final_message` it ends where the final message does, so that the model goes on with it.
+        """
         if self._template is None:
             raise InvalidRequest("the model has no chat template; send a plain prompt instead of messages")
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest("continue_final_message and add_generation_prompt exclude each other")
+        talk = check_messages(messages)
+        final = str(talk[-1]["content"])
+        if continue_final_message:
+            talk[-1]["content"] += _END
         values = {"tools": None, "documents": None, **self._tokens, **extra}
-        values |= {"messages": _checked(messages), "add_generation_prompt": add_generation_prompt}
+        values |= {"messages": talk, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(values)
+            text = self._template.render(values)
+        except MemoryError:
+            raise InvalidRequest("the chat template needs too much memory for the messages") from None
         except Exception as error:  # a template is a program: on odd messages it may raise anything
             raise InvalidRequest(f"the chat template refused the messages: {error}") from error
+        return _cut_after(final, text) if continue_final_message else text
+
+
+def _cut_after(final: str, text: str) -> str:
+    """A rendering up to its end mark; without the spaces before it if the template trims messages."""
+    before, mark, after = text.rpartition(_END.rstrip())
+    if not mark or final.strip() not in text:
+        raise InvalidRequest("continue_final_message: the chat template does not write the final message as it is")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 class _GenerationBlock(Extension):
@@ -83,7 +121,8 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _checked(messages: object) -> list[dict[str, Any]]:
+def check_messages(messages: object) -> list[dict[str, Any]]:
+    """Messages whose content is text. Raises InvalidRequest."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidRequest(f"messages must be a list, not {type(messages).__name__}")
     if not messages:

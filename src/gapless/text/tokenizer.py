@@ -6,29 +6,34 @@ decodes; does not know requests, streams of tokens (`detokenizer`) or how a temp
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from gapless.errors import InvalidRequest
+from gapless.errors import InvalidRequest, PromptTooLong
+from gapless.text.byte_alphabet import BYTE_OF
 from gapless.text.cleanup import clean_up
+from gapless.text.control import LONG_TEXT, ControlTokens
 from gapless.text.gguf_tokenizer import read_gguf
 from gapless.text.hf_tokenizer import read_directory
 from gapless.text.parts import TokenizerParts
 
-LONG_TEXT = 2000  # characters, or tokens; only as a batch does the library let other threads run meanwhile
+HUGE_TEXT = 2**16  # characters; longer ones are counted in pieces of this size before they are encoded
+TRIMMED_TEXT = 2**20  # characters; an encoding of more takes hundreds of megabytes, which malloc would keep
+CHARACTERS_A_TOKEN = 512  # no tokenizer makes longer tokens on average: longer texts cannot fit
 
 
 class Tokenizer:
     def __init__(self, parts: TokenizerParts) -> None:
         self._parts = parts
         self._backend = parts.backend
-        added = parts.backend.get_added_tokens_decoder()
         self.vocab_size: int = parts.backend.get_vocab_size(with_added_tokens=True)
         self.byte_pieces: Mapping[int, bytes] = _BytePieces(parts.backend)
-        self.special_ids: frozenset[int] = frozenset(id for id, token in added.items() if token.special)
+        self.control = ControlTokens(parts.backend)
+        self.special_ids = self.control.ids
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
@@ -68,11 +73,32 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Special tokens written out in a text are read as the special tokens they name."""
         for text in texts:
-            _require_text(text)
+            require_text(text)
         if len(texts) == 1 and len(texts[0]) < LONG_TEXT:
             return [list(self._backend.encode(texts[0], add_special_tokens=add_special_tokens).ids)]
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [list(encoding.ids) for encoding in encodings]
+        ids = [list(encoding.ids) for encoding in encodings]
+        if sum(map(len, texts)) > TRIMMED_TEXT:
+            del encodings
+            give_memory_back()
+        return ids
+
+    def check_length(self, text: str, most: int) -> None:
+        """Raise PromptTooLong for a text of certainly more than `most` tokens; costs no more than `most` tokens do.
+
+        Pieces are encoded apart and their tokens counted. A cut moves a few tokens of the 128 or more that a piece may
+        have, never half of them.
+        """
+        if len(text) > most * CHARACTERS_A_TOKEN:
+            raise PromptTooLong(most, f"more than {most * CHARACTERS_A_TOKEN} characters")
+        if len(text) <= max(HUGE_TEXT, 2 * most):
+            return
+        count = 0
+        for end in range(HUGE_TEXT, len(text) + HUGE_TEXT, HUGE_TEXT):
+            count += len(self.encode(text[end - HUGE_TEXT : end], add_special_tokens=False))
+            if count > 2 * most:
+                given = f"{len(text)} characters, of which the first {min(end, len(text))} are too many"
+                raise PromptTooLong(most, given)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids outside the vocabulary decode to nothing."""
@@ -102,22 +128,20 @@ class _BytePieces(dict[int, bytes]):
 
     def __missing__(self, id: int) -> bytes:
         token = self._backend.id_to_token(id) or ""
-        piece = bytes(_BYTE_OF[char] for char in token) if all(char in _BYTE_OF for char in token) else token.encode()
+        piece = bytes(BYTE_OF[char] for char in token) if all(char in BYTE_OF for char in token) else token.encode()
         self[id] = piece
         return piece
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary: itself where printable, else from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+def give_memory_back() -> None:
+    """Return freed memory to the system, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
-_BYTE_OF = _byte_alphabet()
-
-
-def _require_text(text: object) -> None:
+def require_text(text: object) -> None:
+    """Raise InvalidRequest for what the tokenizer cannot read."""
     if not isinstance(text, str):
         raise InvalidRequest(f"a prompt must be a string, not {type(text).__name__}")
     try:
