@@ -227,7 +227,7 @@ def check_plan(plan: Plan, limits: Limits) -> None:
     assert 0 < plan.num_tokens <= limits.max_batch_tokens
     assert len(plan.new_blocks) <= limits.max_new_blocks
     assert len(set(rows)) == len(rows)
-    assert {seat.row for seat in plan.seats} <= set(rows)
+    assert set(plan.seat_rows.tolist()) <= set(rows)
     assert set(plan.new_blocks[:, 0].tolist()) <= set(rows), "a block for a row that is not in the step"
     assert plan.sample_rows.tolist() == plan.decode_rows.tolist() + [c.row for c in plan.chunks if c.samples]
     assert len({(row, index) for row, index, _ in plan.new_blocks.tolist()}) == len(plan.new_blocks)

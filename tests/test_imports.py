@@ -37,7 +37,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "models": ("errors", "kernels"),
     "text": ("errors", "child", "models.source", "models.files", "models.gguf_file"),
     "runner": (
-        *("core.plan", "core.limits", "core.params", "core.request"),
+        *("core.plan", "core.limits", "core.params", "core.request", "core.row_fields"),
         *("device", "attention", "models", "kernels", "native", "config", "errors"),
     ),
     "pipeline": (

@@ -446,10 +446,10 @@ def test_a_failed_step_shows_in_its_completions_and_in_no_others(make_llm, tiny_
     runner = llm.engine._built.runner
     step = runner.step
 
-    def broken(plan, packed_plan, out):
-        if plan.step == 5:
+    def broken(filled, packed_plan, out):
+        if filled.plan.step == 5:
             raise RuntimeError("out of paper")
-        step(plan, packed_plan, out)
+        step(filled, packed_plan, out)
 
     monkeypatch.setattr(runner, "step", broken)
     found = llm.generate(PROMPTS, GREEDY)

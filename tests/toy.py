@@ -26,7 +26,8 @@ from gapless.pipeline.depth import FixedDepth
 from gapless.pipeline.executor import Executor, LocalExecutor
 from gapless.pipeline.loop import run_loop
 from gapless.runner.runner import Runner
-from gapless.runner.sampler import uniform
+from gapless.runner.sampler import sample, uniform
+from gapless.runner.step import Step
 
 VOCAB = 61
 LIMITS = Limits(num_rows=4, num_blocks=24, block_size=4, max_batch_tokens=12, max_model_len=48)
@@ -83,7 +84,7 @@ class ToyAttention:
 def toy_runner(device: Device, limits: Limits) -> Runner:
     kv = device.buffer("kv", ((limits.num_blocks + 1) * limits.block_size,), torch.int64)
     attention = ToyAttention(kv.tensor, limits.block_size)
-    return Runner(device, limits, ToyModel(), ToyKV(kv), attention)  # type: ignore[arg-type]
+    return Runner(device, limits, ToyKV(kv), Step(ToyModel(), attention, sample))  # type: ignore[arg-type]
 
 
 def toy_truth(request: Request) -> list[int]:

@@ -10,6 +10,7 @@ from fakes import FakeExecutor, Run, check_empty, check_logprobs, drive, make_li
 from gapless.core.limits import Limits
 from gapless.core.outcome import Finished
 from gapless.core.request import Request
+from gapless.core.row_fields import need
 from gapless.core.scheduler import Scheduler
 from gapless.errors import InvalidRequest
 from gapless.pipeline.executor import Ticket
@@ -160,7 +161,7 @@ def test_min_tokens_holds_a_stop_back() -> None:
 def test_the_plan_says_when_a_stop_is_forbidden() -> None:
     request = make_request("a", [1, 2], LIMITS, max_tokens=4, min_tokens=2, stop_token_ids=[0])
     run = drive(LIMITS, {0: [request]}, depth=3)
-    assert [plan.any_min_tokens for plan in run.executor.launched] == [True, True, False, False]
+    assert [plan.needs == need("min_total") for plan in run.executor.launched] == [True, True, False, False]
 
 
 def test_the_plan_says_what_the_sampler_needs() -> None:
@@ -168,7 +169,8 @@ def test_the_plan_says_what_the_sampler_needs() -> None:
     for id, values in params.items():
         run = drive(LIMITS, {0: [make_request(id, [1, 2], LIMITS, max_tokens=1, **values)]})
         plan = run.executor.launched[0]
-        assert (plan.any_random, plan.any_filtered) == (id in "rf", id == "f"), id
+        expected = {"r": need("temperature"), "f": need("temperature", "top_k")}.get(id, 0)
+        assert plan.needs == expected, id
 
 
 def test_a_prompt_of_the_longest_length_gets_one_token() -> None:
@@ -287,7 +289,7 @@ def test_a_row_and_its_blocks_have_a_new_owner_while_the_old_ones_step_is_in_fli
     settle(run, tickets[1])
     assert run.finished["old"].reason == "stop"
     ticket = launch(run)  # new has old's row and blocks, two of old's steps are in flight
-    assert ticket.plan.seats[0].row == tickets[3].plan.decode_rows[0]
+    assert ticket.plan.seat_rows[0] == tickets[3].plan.decode_rows[0]
     assert set(ticket.plan.new_blocks[:, 2].tolist()) & {b for t in tickets for b in t.plan.new_blocks[:, 2].tolist()}
     settle(run, tickets[2])
     settle(run, tickets[3])
@@ -559,9 +561,9 @@ def test_the_check_sees_damage(damage) -> None:
 
 def starts(run: Run, request: Request) -> list[int]:
     """Where the request began each time that it was seated."""
-    plans = run.executor.launched
-    rows = [(plan, seat.row) for plan in plans for seat in plan.seats if seat.params is request.params]
-    return [chunk.start for plan, row in rows for chunk in plan.chunks if chunk.row == row]
+    first = [chunk for plan in run.executor.launched for chunk in plan.chunks if chunk.row in plan.seat_rows]
+    known = request.tokens.tolist()
+    return [chunk.start for chunk in first if chunk.tokens.tolist() == known[chunk.start : chunk.length]]
 
 
 @pytest.mark.parametrize("depth", [1, 3])

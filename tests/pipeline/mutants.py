@@ -21,6 +21,7 @@ from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device, Event, Stream
 from gapless.pipeline.executor import LocalExecutor, StepRunner, Ticket
+from gapless.runner.fill import Filled
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,6 @@ class CountingRunner:
         self.fill = inner.fill
         self.num_steps = 0
 
-    def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+    def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         self.num_steps += 1
-        self._inner.step(plan, packed_plan, out)
+        self._inner.step(filled, packed_plan, out)

@@ -7,31 +7,41 @@ from dataclasses import replace
 import torch
 from fault import NATIVE, Table
 
-from gapless.core.plan import Plan
+import gapless.runner.step
+from gapless.core.plan import NO_SEATS, NOTHING
+from gapless.core.row_fields import need
 from gapless.native import library
 from gapless.runner import native
+from gapless.runner.fill import Filled, Packed
 from gapless.runner.native import NativeRunner
-from gapless.runner.row_store import RowStore
+from gapless.runner.row_store import RowStore, seat_columns
 
 FAULTS = fault = Table(NATIVE)
 
 
+def without(filled: Filled, name: str) -> Filled:
+    """The same, with a plan that does not need this field."""
+    return replace(filled, plan=replace(filled.plan, needs=filled.plan.needs & ~need(name)))
+
+
 @fault("a native step chooses the likeliest token although a row draws", NativeRunner, "step")
 def _(original):
-    return lambda self, plan, packed, out: original(self, replace(plan, any_random=False), packed, out)
+    return lambda self, filled, packed, out: original(self, without(filled, "temperature"), packed, out)
 
 
 @fault("a native step knows no minimum lengths", NativeRunner, "step")
 def _(original):
-    return lambda self, plan, packed, out: original(self, replace(plan, any_min_tokens=False), packed, out)
+    return lambda self, filled, packed, out: original(self, without(filled, "min_total"), packed, out)
 
 
 @fault("a new owner's sampling state comes after the native call", NativeRunner, "step")
 def _(original):
-    def step(self: NativeRunner, plan: Plan, packed: torch.Tensor, out: torch.Tensor) -> None:
-        original(self, replace(plan, seats=()), packed, out)
+    def step(self: NativeRunner, filled: Filled, packed: torch.Tensor, out: torch.Tensor) -> None:
+        plan = filled.plan
+        unseated = replace(plan, seat_rows=NOTHING, seats=NO_SEATS)
+        original(self, replace(filled, plan=unseated), packed, out)
         late = getattr(self, "late", None)
-        self.late = (plan, packed.clone()) if plan.seats else None
+        self.late = (plan, packed.clone()) if len(plan.seat_rows) else None
         if late is not None:
             self.rows.apply(native.unpack(late[1], native.Sections.of(late[0])))
 
@@ -40,9 +50,9 @@ def _(original):
 
 @fault("a token drawn after the native call does not reach its row", NativeRunner, "_sample")
 def _(original):
-    def sample(self: NativeRunner, plan: Plan, rows: torch.Tensor) -> torch.Tensor:
+    def sample(self: NativeRunner, rows: torch.Tensor, needs: int) -> torch.Tensor:
         before = self.rows.last_token.clone()
-        tokens = original(self, plan, rows)
+        tokens = original(self, rows, needs)
         self.rows.last_token.copy_(before)
         return tokens
 
@@ -51,9 +61,9 @@ def _(original):
 
 @fault("a draw after the native call is that of the place before", NativeRunner, "_sample")
 def _(original):
-    def sample(self: NativeRunner, plan: Plan, rows: torch.Tensor) -> torch.Tensor:
+    def sample(self: NativeRunner, rows: torch.Tensor, needs: int) -> torch.Tensor:
         self.rows.length[rows] -= 1
-        tokens = original(self, plan, rows)
+        tokens = original(self, rows, needs)
         self.rows.length[rows] += 1
         return tokens
 
@@ -70,15 +80,15 @@ def _(original):
     return lambda self, picked: original(self, (picked - 1).clamp(min=0))
 
 
-@fault("log-probabilities are of the logits that the next slice left", native, "score")
+@fault("log-probabilities are of the logits that the next slice left", gapless.runner.step, "score")
 def _(original):
     return lambda logits, tokens, num_top: original(logits.flip(0), tokens, num_top)
 
 
-@fault("the native step's rows forget their owner's stops", RowStore, "_seat")
+@fault("the native step's rows forget their owner's stops", RowStore, "apply")
 def _(original):
-    def seat(self: RowStore, seats: torch.Tensor) -> None:
-        original(self, seats)
-        self.stop_ids[seats[:, 0].long()] = -1
+    def apply(self: RowStore, packed: Packed) -> None:
+        original(self, packed)
+        seat_columns(self.seats)["stop_ids"][packed.seat_rows.long()] = -1
 
-    return seat
+    return apply

@@ -11,19 +11,21 @@ from fault import Table
 import gapless.core.scheduler
 import gapless.runner.fill
 import gapless.runner.runner
-from gapless.core.plan import NOTHING, Plan
+import gapless.runner.step
+from gapless.core.plan import NOTHING, Plan, score_width
 from gapless.core.request import IntArray, Request
 from gapless.core.scheduler import Scheduler
+from gapless.runner.step import Targets
 
 FAULTS = fault = Table()
 
 
-@fault("log-probabilities are those of another row", gapless.runner.runner, "score")
+@fault("log-probabilities are those of another row", gapless.runner.step, "score")
 def _(original):
     return lambda logits, tokens, num_top: original(logits.roll(1, 0), tokens, num_top)
 
 
-@fault("log-probabilities are those after the temperature", gapless.runner.runner, "score")
+@fault("log-probabilities are those after the temperature", gapless.runner.step, "score")
 def _(original):
     return lambda logits, tokens, num_top: original(logits / 0.9, tokens, num_top)
 
@@ -146,11 +148,12 @@ def _(original):
     return progress
 
 
-@fault("a score is written where the next step's begins", gapless.runner.runner, "score_in_slices")
+@fault("a score is written where the next step's begins", gapless.runner.runner, "write_scores")
 def _(original):
-    def score_in_slices(logits_of, hidden, places, targets, out: torch.Tensor, slice_size: int) -> None:
-        original(logits_of, hidden, places, targets, out, slice_size)
-        if len(targets) > slice_size:
-            out[slice_size:] = out[: len(targets) - slice_size].clone()
+    def write_scores(out: torch.Tensor, num_top: int, logits, tokens, targets: Targets) -> None:
+        original(out, num_top, logits, tokens, targets)
+        scores, size = out.view(-1, score_width(num_top))[len(logits) :], targets.slice_size
+        if len(scores) > size:
+            scores[size:] = scores[: len(scores) - size].clone()
 
-    return score_in_slices
+    return write_scores

@@ -8,39 +8,41 @@ import numpy as np
 import torch
 from fault import GRAPHS, Table
 
-from gapless.core.plan import NOTHING, Plan
+from gapless.core.plan import NO_SEATS, NOTHING, Plan
 from gapless.core.request import IntArray
 from gapless.core.scheduler import NO_BLOCKS
 from gapless.runner import graphs
+from gapless.runner.fill import Filled, Shape
 from gapless.runner.graphs import GraphRunner
-from gapless.runner.padding import Shape
 
 FAULTS = fault = Table(GRAPHS)
 
 
 @fault("padding decodes rows that others have", GraphRunner, "fill")
 def _(original):
-    def fill(self: GraphRunner, plan: Plan, out: IntArray) -> int:
-        size, shape = original(self, plan, out), self._shape(plan)
+    def fill(self: GraphRunner, plan: Plan, out: IntArray) -> Filled:
+        filled = original(self, plan, out)
+        shape = filled.shape
         if shape is not None and not shape.num_chunks:
             others = np.setdiff1d(np.arange(self._limits.num_rows), plan.decode_rows)
             out[plan.num_decodes : shape.num_decodes] = others[: shape.num_decodes - plan.num_decodes]
-        return size
+        return filled
 
     return fill
 
 
 @fault("a replay gets the new blocks of the step before", GraphRunner, "fill")
 def _(original):
-    def fill(self: GraphRunner, plan: Plan, out: IntArray) -> int:
-        size, shape = original(self, plan, out), self._shape(plan)
+    def fill(self: GraphRunner, plan: Plan, out: IntArray) -> Filled:
+        filled = original(self, plan, out)
+        shape = filled.shape
         if shape is not None and not shape.num_chunks:
             blocks = out[shape.num_decodes : 2 * shape.num_decodes].copy()
             late = getattr(self, "late", {})
             self.late = dict(zip(plan.decode_rows.tolist(), blocks.tolist(), strict=False))
             for index, row in enumerate(plan.decode_rows.tolist()):
                 out[shape.num_decodes + index] = late.get(row, graphs.NO_BLOCK)
-        return size
+        return filled
 
     return fill
 
@@ -78,20 +80,19 @@ def _(original):
     return shape
 
 
-@fault("a greedy graph is replayed although a row draws", graphs, "_is_greedy")
+@fault("a greedy graph is replayed although a row draws", GraphRunner, "_replay")
 def _(original):
-    return lambda plan: True
+    return lambda self, plan, *rest: original(self, replace(plan, needs=0), *rest)
 
 
-@fault("new owners and blocks of a mixed replay are left out", GraphRunner, "step")
+@fault("new owners and blocks of a mixed replay are left out", GraphRunner, "_replay")
 def _(original):
-    def step(self: GraphRunner, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
-        shape = self._shape(plan)
-        if shape is not None and shape.num_chunks:
-            plan = replace(plan, seats=(), new_blocks=NO_BLOCKS)
-        original(self, plan, packed_plan, out)
+    def replay(self: GraphRunner, plan: Plan, shape: Shape, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+        if shape.num_chunks:
+            plan = replace(plan, seat_rows=NOTHING, seats=NO_SEATS, new_blocks=NO_BLOCKS)
+        original(self, plan, shape, packed_plan, out)
 
-    return step
+    return replay
 
 
 @fault("a step that wants log-probabilities is replayed", GraphRunner, "_shape")
@@ -105,10 +106,10 @@ def _(original):
 
 @fault("a replay reads the packed plan of the replay before", GraphRunner, "step")
 def _(original):
-    def step(self: GraphRunner, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+    def step(self: GraphRunner, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         late = getattr(self, "late", packed_plan)
         self.late = packed_plan.clone()
-        shape = self._shape(plan)
-        original(self, plan, late if shape is not None and not shape.num_chunks else packed_plan, out)
+        is_decode = filled.shape is not None and not filled.shape.num_chunks
+        original(self, filled, late if is_decode else packed_plan, out)
 
     return step

@@ -18,7 +18,7 @@ from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.proof.stage import Cast, ModelStage, Room, fresh_device
 from gapless.proof.tiny import tiny_stage
 from gapless.runner.native import why_not
-from toy import VOCAB, ToyModel, toy_runner
+from toy import VOCAB, toy_runner
 
 
 class ToyStage:
@@ -49,9 +49,9 @@ class GraphStage(ToyStage):
         inner = cast.runner
         sizes = {"CHUNK_TOKENS": (5, 12), "MIXED_ROWS": (3,), "NUM_CHUNKS": 3}
         cuda = {"graph_pool_handle": no_gpu, "Stream": no_gpu, "synchronize": no_gpu, "mem_get_info": lambda: (0, 0)}
-        recording = {"_record": lambda body, pool, stream: Played(body), "argmax": argmax}
+        recording = {"_record": lambda body, pool, stream: Played(body)}
         with patching(graphs, **recording, **sizes), patching(torch.cuda, **cuda):
-            runner = graphs.GraphRunner(inner, ToyModel(), inner._attention, cast.limits, mixed=True)
+            runner = graphs.GraphRunner(inner, inner._step, cast.limits, mixed=True)
         return Cast(runner, cast.layers, cast.limits)
 
 
@@ -65,7 +65,7 @@ class Played:
     def replay(self) -> None:
         from gapless.runner import graphs
 
-        with patching(graphs, begin=begin, end=end, argmax=argmax):
+        with patching(graphs, begin=begin, end=end):
             self._body()
 
 
@@ -86,10 +86,6 @@ def begin(packed, last_token, length, blocks, block_size: int, inputs) -> None:
     inputs.ids[:], inputs.rows[:] = last_token[rows], rows
     inputs.positions[:], inputs.lengths[:] = positions, positions + 1
     inputs.slots[:] = blocks[rows, place] * block_size + offset
-
-
-def argmax(logits: torch.Tensor) -> torch.Tensor:
-    return logits.argmax(dim=1)
 
 
 def end(tokens, inputs, last_token, length, out) -> None:

@@ -18,9 +18,11 @@ from gapless.core.block_pool import BlockPool
 from gapless.core.plan import Plan
 from gapless.core.prefix_index import ROOT, PrefixIndex
 from gapless.core.request import IntArray, Request, RowTable
+from gapless.core.row_fields import need
 from gapless.core.scheduler import NO_BLOCKS, Scheduler
 from gapless.pipeline.executor import LocalExecutor, Ticket
-from gapless.runner.row_store import RowStore
+from gapless.runner.fill import Packed
+from gapless.runner.row_store import RowStore, seat_columns
 from gapless.runner.runner import Runner
 
 FAULTS = fault = Table()
@@ -299,18 +301,19 @@ def _(original):
     return advance
 
 
-@fault("a new owner's sampling state does not reach the device", RowStore, "_seat")
+@fault("a new owner's sampling state does not reach the device", RowStore, "apply")
 def _(original):
-    return lambda self, seats: original(self, seats[:0])
+    return lambda self, packed: original(self, replace(packed, seat_rows=packed.seat_rows[:0]))
 
 
-@fault("seeds belong to rows and not to requests", RowStore, "_seat")
+@fault("seeds belong to rows and not to requests", RowStore, "apply")
 def _(original):
-    def seat(self: RowStore, seats: torch.Tensor) -> None:
-        original(self, seats)
-        self.seed[seats[:, 0].long()] = seats[:, 0].long()
+    def apply(self: RowStore, packed: Packed) -> None:
+        original(self, packed)
+        rows = packed.seat_rows.long()
+        seat_columns(self.seats)["seed"][rows] = rows
 
-    return seat
+    return apply
 
 
 @fault("random numbers are those of the position before", gapless.runner.sampler, "uniform")
@@ -323,18 +326,21 @@ def _(original):
     return lambda seed, place: original(torch.arange(len(seed)), place)
 
 
-@fault("the minimum length is known one token late", gapless.runner.fill, "_seat")
+@fault("the minimum length is known one token late", RowStore, "apply")
 def _(original):
-    return lambda seat: original(replace(seat, min_total=seat.min_total - 1))
+    def apply(self: RowStore, packed: Packed) -> None:
+        original(self, packed)
+        seat_columns(self.seats)["min_total"][packed.seat_rows.long()] -= 1
+
+    return apply
 
 
 @fault("the sampler is told of minimum lengths one step late", Scheduler, "_promise")
 def _(original):
     def promise(self: Scheduler, decodes, chunks, seats) -> Plan:
         plan = original(self, decodes, chunks, seats)
-        late = getattr(self, "late", False)
-        self.late = plan.any_min_tokens
-        return replace(plan, any_min_tokens=late)
+        late, self.late = getattr(self, "late", 0), plan.needs & need("min_total")
+        return replace(plan, needs=plan.needs & ~need("min_total") | late)
 
     return promise
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fakes import make_limits, make_request
-from gapless.core.plan import Plan
+from gapless.core.plan import NOTHING, Plan
 from gapless.core.scheduler import Scheduler
 from gapless.errors import RaceError
 from gapless.pipeline.block_ledger import BlockLedger, Touched
@@ -114,7 +114,7 @@ def test_a_row_whose_new_owner_was_not_announced_is_a_conflict() -> None:
     bench.add("a", [1, 2, 3])
     plan = bench.plan()
     with pytest.raises(RaceError, match="runs row 0 for request 'a'; on the device it belongs to nobody"):
-        bench.observe(replace(plan, seats=()))
+        bench.observe(replace(plan, seat_rows=NOTHING))
 
 
 def test_freed_blocks_are_told_once_and_new_ones_when_they_are_given() -> None:

@@ -17,6 +17,7 @@ from gapless.proof.judge import PLAIN
 from gapless.proof.play import Trouble, Watch, play
 from gapless.proof.schedule import Ask, Schedule
 from gapless.proof.tiny import tiny_stage
+from gapless.runner.fill import Filled
 from gapless.runner.row_store import RowStore
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
@@ -54,10 +55,10 @@ class Idle:
 
     buffers = ()
 
-    def fill(self, plan, out) -> int:
-        return 0
+    def fill(self, plan, out) -> Filled:
+        return Filled(plan, 0)
 
-    def step(self, plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+    def step(self, filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         out[:2] = 5
 
 
@@ -67,7 +68,7 @@ def test_freed_blocks_are_poisoned_and_new_ones_cleaned() -> None:
     plan = SimpleNamespace(step=1)
     runner.expect(plan, Touched(np.array([1]), np.array([2]), np.array([1, 2])))  # type: ignore[arg-type]
     out = torch.zeros(4, dtype=torch.int32)
-    runner.step(plan, out, out)  # type: ignore[arg-type]
+    runner.step(Filled(plan, 0), out, out)  # type: ignore[arg-type]
     for pool in pools:
         assert pool.view(4, -1).isnan().all(dim=1).tolist() == [False, True, False, False]
         assert pool.view(4, -1).sum(dim=1)[[0, 2, 3]].tolist() == [12, 0, 12]

@@ -72,10 +72,10 @@ def break_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch, failing: Callab
     runner = engine._built.runner
     step = runner.step
 
-    def broken(plan, packed_plan, out):
-        if failing(plan):
+    def broken(filled, packed_plan, out):
+        if failing(filled.plan):
             raise RuntimeError("the device said no")
-        step(plan, packed_plan, out)
+        step(filled, packed_plan, out)
 
     monkeypatch.setattr(runner, "step", broken)
 

@@ -13,6 +13,7 @@ from gapless.core.scheduler import Scheduler
 from gapless.device.cpu import CpuDevice
 from gapless.errors import GaplessError, RaceError, StepFailed
 from gapless.pipeline.executor import LocalExecutor, StepRunner
+from gapless.runner.fill import Filled
 from toy import LIMITS, run_toy, toy_request, toy_requests, toy_runner, toy_truth
 
 TIMEOUT_S = 10.0
@@ -29,12 +30,12 @@ class Spy:
         self.gate.set()
         self.ran: list[int] = []
 
-    def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+    def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         assert self.gate.wait(TIMEOUT_S)
-        self.ran.append(plan.step)
-        if plan.step in self._failures:
-            raise self._failures[plan.step]
-        self._inner.step(plan, packed_plan, out)
+        self.ran.append(filled.plan.step)
+        if filled.plan.step in self._failures:
+            raise self._failures[filled.plan.step]
+        self._inner.step(filled, packed_plan, out)
 
 
 @pytest.fixture

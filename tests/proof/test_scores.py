@@ -10,6 +10,7 @@ import torch
 from three_asks import Inexact, schedule_of, stage, three_asks
 
 import gapless.runner.runner
+import gapless.runner.step
 from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
 from gapless.core.scheduler import Scheduler
@@ -17,6 +18,7 @@ from gapless.proof.judge import Judge
 from gapless.proof.report import Tally
 from gapless.proof.scores import ROUNDING, Asked, Scores, is_near
 from gapless.proof.stage import ModelStage
+from gapless.runner.step import Targets
 
 __all__ = ["stage"]  # a fixture
 SCORE = TokenLogprob(7, -1.5, 3, ((1, -0.5), (2, -1.25), (7, -1.5), (9, -1.5)))
@@ -85,19 +87,21 @@ def test_log_probabilities_are_compared(stage: ModelStage, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["alone", "same batches"])
 @pytest.mark.parametrize("part", ["prompt", "token"])
 def test_a_wrong_log_probability_is_found_and_told(stage: ModelStage, kind: str, part: str) -> None:
-    judge, original, steps = judge_of(stage, kind), gapless.runner.runner.score_in_slices, []
+    judge, original, steps = judge_of(stage, kind), gapless.runner.runner.write_scores, []
 
-    def score_in_slices(logits_of, hidden, places, *rest) -> None:
+    def write_scores(out: torch.Tensor, num_top: int, logits, tokens, targets: Targets) -> None:
         steps.append(1)
-        original(logits_of, hidden, places.flip(0) if len(steps) == 3 else places, *rest)
+        targets = replace(targets, places=targets.places.flip(0)) if len(steps) == 3 else targets
+        original(out, num_top, logits, tokens, targets)
 
     def score(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
         steps.append(1)
         return scored(logits.roll(1, 0) if len(steps) > 5 else logits, tokens, num_top)
 
-    scored = gapless.runner.runner.score
-    name, wrong = ("score_in_slices", score_in_slices) if part == "prompt" else ("score", score)
-    with patch.object(gapless.runner.runner, name, wrong):
+    scored = gapless.runner.step.score
+    is_prompt = part == "prompt"
+    module, name = (gapless.runner.runner, "write_scores") if is_prompt else (gapless.runner.step, "score")
+    with patch.object(module, name, write_scores if is_prompt else score):
         trouble = judge.verdict(SCHEDULE).trouble
     assert trouble is not None
     assert trouble.kind == "log-probabilities"

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from gapless.core.limits import Limits
 from gapless.core.params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
-from gapless.core.plan import Chunk, Plan, Seat
-from gapless.core.request import int_array
+from gapless.core.plan import Chunk, Plan
+from gapless.core.request import Request, int_array
+from gapless.core.row_fields import SEAT, SEAT_WORDS, write_seat
 
 LIMITS = Limits(num_rows=6, num_blocks=30, block_size=4, max_batch_tokens=40, max_model_len=64)
 FLOATS = {"width": 32, "allow_subnormal": False}
@@ -18,11 +19,19 @@ FLOATS = {"width": 32, "allow_subnormal": False}
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
     return SamplingParams(
         max_tokens=10,
+        min_tokens=draw(st.integers(0, 10)),
         temperature=draw(st.floats(0, 100, **FLOATS)),
         top_k=draw(st.integers(0, 2**31 - 1)),
         top_p=draw(st.floats(0, 1, exclude_min=True, **FLOATS)),
         min_p=draw(st.floats(0, 1, **FLOATS)),
     )
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    seed = draw(st.integers(-(2**63), 2**63 - 1))
+    stop_ids = tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=MAX_STOP_IDS)))
+    return Request("r", int_array([1] * draw(st.integers(1, 9))), draw(sampling_params()), seed, stop_ids, limit=64)
 
 
 @st.composite
@@ -32,32 +41,22 @@ def plans(draw: st.DrawFn) -> Plan:
     decode_rows, others = rows[:num_decodes], rows[num_decodes:]
     chunks = [_chunk(draw, row) for row in others[: draw(st.integers(0, len(others)))]]
     sampling = [chunk.row for chunk in chunks if chunk.samples]
-    token = st.integers(0, 2**31 - 1)
-    seats = [
-        Seat(
-            row=chunk.row,
-            params=draw(sampling_params()),
-            seed=draw(st.integers(-(2**63), 2**63 - 1)),
-            stop_ids=tuple(draw(st.lists(token, max_size=MAX_STOP_IDS))),
-            min_total=draw(st.integers(1, 100)),
-        )
-        for chunk in chunks
-        if draw(st.booleans())
-    ]
+    seat_rows = [chunk.row for chunk in chunks if draw(st.booleans())]
+    seats = np.zeros(len(seat_rows), SEAT)
+    for record in seats:
+        write_seat(record, draw(requests()))
     keys = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 15)), unique=True, max_size=20))
     blocks = [(row, index, draw(st.integers(0, LIMITS.num_blocks - 1))) for row, index in keys]
     return Plan(
         step=1,
         decode_rows=int_array(decode_rows),
         chunks=tuple(chunks),
-        seats=tuple(seats),
         new_blocks=np.array(blocks, np.int32).reshape(-1, 3),
         sample_rows=int_array([*decode_rows, *sampling]),
         sample_epochs=np.zeros(num_decodes + len(sampling), np.int64),
         max_decode_length=0,
-        any_random=False,
-        any_filtered=False,
-        any_min_tokens=False,
+        seat_rows=int_array(seat_rows),
+        seats=seats.view(np.int32).reshape(len(seat_rows), SEAT_WORDS),
         score_samples=int_array(sorted(draw(_subset(num_decodes + len(sampling))))),
         num_top=draw(st.integers(0, MAX_LOGPROBS)),
     )

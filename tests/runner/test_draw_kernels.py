@@ -9,12 +9,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_sampler import make_store
+from test_sampler import make_seats
 
 from gapless.core.params import SamplingParams
 from gapless.core.plan import NO_SAMPLE
+from gapless.core.row_fields import ALL_NEEDS
 from gapless.runner.draw_kernels import pick
-from gapless.runner.row_store import RowStore
+from gapless.runner.processors import SampledRows
 from gapless.runner.sampler import sample
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,23 +34,20 @@ KINDS = {
 }
 
 
-def on_device(store: RowStore) -> RowStore:
-    for name in ("floats", "top_k", "seed", "min_total", "stop_ids"):
-        setattr(store, name, getattr(store, name).to(DEVICE))
-    return store
-
-
 def some_logits(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(3)) * 3).to(dtype).to(DEVICE)
 
 
-def both(
-    logits: torch.Tensor, store: RowStore, places: torch.Tensor, *, min_tokens: bool = False
-) -> tuple[list[int], list[int]]:
-    rows = torch.arange(len(logits), device=DEVICE)
-    expected = sample(logits.clone(), rows, places, store, random=True, filtered=True, min_tokens=min_tokens)
+def sampled_rows(places: torch.Tensor, seats: torch.Tensor) -> SampledRows:
+    return SampledRows(torch.arange(len(places), device=DEVICE), places, seats.to(DEVICE))
+
+
+def both(logits: torch.Tensor, seats: torch.Tensor, needs: int, places: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Tokens of the kernel and of the torch sampler; all that a graph is recorded with runs, needed or not."""
+    sampled = sampled_rows(places, seats)
+    expected = sample(logits.clone(), sampled, needs)
     bits = 16 if logits.dtype == torch.bfloat16 else 32
-    found = pick(logits.clone(), rows, places, store, min_tokens=min_tokens, key_bits=bits, block=64)
+    found = pick(logits.clone(), sampled, ALL_NEEDS, key_bits=bits, block=64)
     return found.tolist(), expected.tolist()
 
 
@@ -57,20 +55,20 @@ def both(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_chooses_what_the_torch_sampler_chooses(kind: str, dtype: torch.dtype) -> None:
     count = NUM_PLACES
-    store = on_device(make_store([KINDS[kind]] * count, seeds=range(count)))
-    found, expected = both(some_logits(count, dtype), store, torch.arange(count, device=DEVICE) + 7)
+    seats = make_seats([KINDS[kind]] * count, seeds=range(count))
+    found, expected = both(some_logits(count, dtype), *seats, torch.arange(count, device=DEVICE) + 7)
     assert found == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_16_key_bits_tokens_are_drawn_from_rounded_logits(kind: str) -> None:
     count = NUM_PLACES
-    store = on_device(make_store([KINDS[kind]] * count, seeds=range(count)))
-    rows, places = torch.arange(count, device=DEVICE), torch.arange(count, device=DEVICE) + 7
+    seats, needs = make_seats([KINDS[kind]] * count, seeds=range(count))
+    sampled = sampled_rows(torch.arange(count, device=DEVICE) + 7, seats)
     logits = some_logits(count)
-    found = pick(logits.clone(), rows, places, store, key_bits=16, block=64)
+    found = pick(logits.clone(), sampled, ALL_NEEDS, key_bits=16, block=64)
     rounded = logits.bfloat16().float() if KINDS[kind].temperature else logits
-    expected = sample(rounded, rows, places, store, random=True, filtered=True, min_tokens=False)
+    expected = sample(rounded, sampled, needs)
     assert found.tolist() == expected.tolist()
 
 
@@ -78,23 +76,23 @@ def test_with_16_key_bits_tokens_are_drawn_from_rounded_logits(kind: str) -> Non
 def test_the_best_of_logits_that_bfloat16_cannot_tell_apart(params: SamplingParams) -> None:
     logits = torch.full((24, VOCAB), -9.0, device=DEVICE)
     logits[:, 70], logits[:, 100] = 20.0, 20.01
-    store = on_device(make_store([params] * 24, seeds=range(24)))
-    rows = torch.arange(24, device=DEVICE)
-    assert set(pick(logits, rows, rows, store, key_bits=16, block=64).tolist()) == {100}
+    seats, _ = make_seats([params] * 24, seeds=range(24))
+    sampled = sampled_rows(torch.arange(24, device=DEVICE), seats)
+    assert set(pick(logits, sampled, ALL_NEEDS, key_bits=16, block=64).tolist()) == {100}
 
 
 def test_rows_of_every_kind_share_a_batch() -> None:
     params = list(KINDS.values())
-    store = on_device(make_store(params, seeds=[11] * len(params)))
-    found, expected = both(some_logits(len(params)), store, torch.full((len(params),), 5, device=DEVICE))
+    seats = make_seats(params, seeds=[11] * len(params))
+    found, expected = both(some_logits(len(params)), *seats, torch.full((len(params),), 5, device=DEVICE))
     assert found == expected
 
 
 def test_equal_logits_at_the_floor_all_stay() -> None:
     logits = torch.full((24, VOCAB), -9.0, device=DEVICE)
     logits[:, [4, 70, 100, 140]] = 2.0
-    store = on_device(make_store([SamplingParams(temperature=1.0, top_k=2)] * 24, seeds=range(24)))
-    found, expected = both(logits, store, torch.arange(24, device=DEVICE))
+    seats = make_seats([SamplingParams(temperature=1.0, top_k=2)] * 24, seeds=range(24))
+    found, expected = both(logits, *seats, torch.arange(24, device=DEVICE))
     assert found == expected
     assert set(found) == {4, 70, 100, 140}
 
@@ -104,8 +102,8 @@ def test_stop_tokens_wait_for_min_tokens(temperature: float) -> None:
     logits = some_logits(2)
     best = logits.argmax(dim=1).tolist()
     params = [replace(KINDS["top_k"], temperature=temperature)] * 2
-    store = on_device(make_store(params, seeds=[0, 0], stops=[[best[0]], [best[1]]], min_total=[9, 5]))
-    found, expected = both(logits, store, torch.full((2,), 6, device=DEVICE), min_tokens=True)
+    seats = make_seats(params, seeds=[0, 0], stops=[[best[0]], [best[1]]], min_total=[9, 5])
+    found, expected = both(logits, *seats, torch.full((2,), 6, device=DEVICE))
     assert found == expected
     assert found[0] != best[0]
 
@@ -116,7 +114,7 @@ def test_stop_tokens_wait_for_min_tokens(temperature: float) -> None:
 def test_a_row_without_a_largest_logit_has_no_sample(kind: str, temperature: float, value: float) -> None:
     logits = some_logits(3)
     logits[1] = value
-    store = on_device(make_store([replace(KINDS[kind], temperature=temperature)] * 3, seeds=[0, 1, 2]))
-    found, expected = both(logits, store, torch.arange(3, device=DEVICE))
+    seats = make_seats([replace(KINDS[kind], temperature=temperature)] * 3, seeds=[0, 1, 2])
+    found, expected = both(logits, *seats, torch.arange(3, device=DEVICE))
     assert found == expected
     assert [token == NO_SAMPLE for token in found] == [False, True, False]

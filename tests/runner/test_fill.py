@@ -10,9 +10,10 @@ from plans import LIMITS, plans
 
 from fakes import FakeExecutor, drive, make_limits, make_request
 from gapless.core.plan import Plan
+from gapless.core.row_fields import SEAT, SEAT_WORDS
 from gapless.device.cpu import CpuDevice, InlineDriver
-from gapless.runner.fill import SEAT_WIDTH, Packed, Sections, capacity, fill, result_capacity, unpack
-from gapless.runner.row_store import RowStore
+from gapless.runner.fill import Packed, Sections, capacity, fill, result_capacity, unpack
+from gapless.runner.row_store import RowStore, seat_columns
 from gapless.runner.runner import spans
 
 JUNK = -77
@@ -37,7 +38,8 @@ def test_every_section_comes_back(plan: Plan) -> None:
     assert packed.chunk_ends.tolist() == [chunk.length for chunk in plan.chunks]
     assert packed.sample_rows.tolist() == plan.sample_rows.tolist()
     assert packed.new_blocks.tolist() == plan.new_blocks.tolist()
-    assert packed.seats.shape == (len(plan.seats), SEAT_WIDTH)
+    assert packed.seat_rows.tolist() == plan.seat_rows.tolist()
+    assert packed.seats.shape == (len(plan.seat_rows), SEAT_WORDS)
 
 
 @given(plans())
@@ -79,18 +81,14 @@ def test_the_rows_learn_their_new_owners(plan: Plan) -> None:
     store = RowStore(CpuDevice(driver=InlineDriver()), LIMITS)
     packed, _, _ = pack(plan)
     store.apply(packed)
-    for seat in plan.seats:
-        params = seat.params
-        floats = [float(np.float32(value)) for value in (params.temperature, params.top_p, params.min_p)]
-        assert store.floats[seat.row].tolist() == floats
-        assert (int(store.top_k[seat.row]), int(store.seed[seat.row])) == (params.top_k, seat.seed)
-        assert int(store.min_total[seat.row]) == seat.min_total
-        stops = store.stop_ids[seat.row].tolist()
-        assert stops == [*seat.stop_ids, *[-1] * (len(stops) - len(seat.stop_ids))]
+    columns = seat_columns(store.seats)
+    for row, record in zip(plan.seat_rows.tolist(), plan.seats.reshape(-1).view(SEAT), strict=True):
+        for name in SEAT.names:
+            assert columns[name][row].tolist() == record[name].tolist(), name
     for row, index, block in plan.new_blocks.tolist():
         assert int(store.blocks[row, index]) == block
-    silent = set(range(LIMITS.num_rows)) - {seat.row for seat in plan.seats}
-    assert not store.seed[list(silent)].any()
+    silent = set(range(LIMITS.num_rows)) - set(plan.seat_rows.tolist())
+    assert not store.seats[list(silent)].any()
 
 
 @given(plans(), st.integers(0, 1000))

@@ -16,8 +16,9 @@ from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.models.tilings import MAX_ROWS, choose_tiling
 from gapless.pipeline.executor import LocalExecutor
 from gapless.runner import graphs
+from gapless.runner.fill import Filled
 from gapless.runner.graphs import GraphRunner, ladder, warm_up_shapes
-from toy import LIMITS, ToyModel, check_toy_logprobs, run_toy, toy_requests, toy_runner, toy_truth
+from toy import LIMITS, check_toy_logprobs, run_toy, toy_requests, toy_runner, toy_truth
 
 
 class Played:
@@ -43,7 +44,7 @@ def run_with_graphs(requests: list[Request], *, mixed: bool) -> GraphRunner:
     """All steps through a graph runner; every token must be the true one."""
     device = CpuDevice(driver=InlineDriver())
     inner = toy_runner(device, LIMITS)
-    runner = GraphRunner(inner, ToyModel(), inner._attention, LIMITS, mixed=mixed)
+    runner = GraphRunner(inner, inner._step, LIMITS, mixed=mixed)
     outcome = run_toy(LocalExecutor(device, runner, LIMITS, 2), requests, depth=2)
     assert outcome.tokens == {request.id: toy_truth(request) for request in requests}
     assert inner.rows.length[-1] == 0
@@ -63,12 +64,13 @@ def test_the_same_rows_again_are_not_sent_again(mixed: bool, monkeypatch: pytest
     sizes: list[int] = []
     fill = GraphRunner.fill
 
-    def watched(self: GraphRunner, plan: Plan, out: IntArray) -> int:
-        sizes.append(fill(self, plan, out))
-        if sizes[-1] == 0:
+    def watched(self: GraphRunner, plan: Plan, out: IntArray) -> Filled:
+        filled = fill(self, plan, out)
+        sizes.append(filled.size)
+        if filled.size == 0:
             assert not plan.chunks
             assert not len(plan.new_blocks)
-        return sizes[-1]
+        return filled
 
     monkeypatch.setattr(GraphRunner, "fill", watched)
     run_with_graphs(toy_requests(), mixed=mixed)
@@ -100,7 +102,7 @@ def test_steps_that_want_log_probabilities_run_without_a_graph_and_are_counted(m
     monkeypatch.setattr(GraphRunner, "_capture_all", lambda self, wanted, report: None)
     device = CpuDevice(driver=InlineDriver())
     inner = toy_runner(device, LIMITS)
-    runner = GraphRunner(inner, ToyModel(), inner._attention, LIMITS)
+    runner = GraphRunner(inner, inner._step, LIMITS)
     requests = toy_requests()
     for request in requests:
         request.params = replace(request.params, logprobs=2)
@@ -143,7 +145,7 @@ def test_progress_counts_what_is_compiled_and_what_is_captured() -> None:
     """Compiling for the first steps takes as long as capturing, and is within the same budget."""
     told: list[tuple[int, int]] = []
     inner = toy_runner(CpuDevice(driver=InlineDriver()), LIMITS)
-    runner = GraphRunner(inner, ToyModel(), inner._attention, LIMITS, lambda done, total: told.append((done, total)))
+    runner = GraphRunner(inner, inner._step, LIMITS, lambda done, total: told.append((done, total)))
     total = len(warm_up_shapes(LIMITS)) + len(ladder(LIMITS.num_rows))
     assert told == [(done + 1, total) for done in range(total)]
     assert runner.cost.num_graphs == runner.cost.num_wanted == 2 * len(ladder(LIMITS.num_rows))

@@ -10,7 +10,8 @@ import oracles
 from gapless.core.outcome import TokenLogprob, token_logprob
 from gapless.core.params import MAX_LOGPROBS
 from gapless.core.plan import score_width
-from gapless.runner.logprobs import score, score_in_slices
+from gapless.runner.logprobs import score
+from gapless.runner.step import Targets, write_scores
 
 NUM, VOCAB = 7, 301
 
@@ -66,7 +67,6 @@ def test_a_row_is_read_with_fewer_than_the_step_gave() -> None:
 @pytest.mark.parametrize("slice_size", [1, 3, NUM, 100])
 def test_slices_bound_the_logits_and_change_nothing(slice_size: int) -> None:
     logits, tokens = make()
-    hidden = torch.arange(2 * NUM)  # twice what is wanted: places are looked up
     places = torch.arange(NUM - 1, -1, -1) * 2
     sizes: list[int] = []
 
@@ -75,7 +75,7 @@ def test_slices_bound_the_logits_and_change_nothing(slice_size: int) -> None:
         return logits[chosen // 2]
 
     out = torch.full((NUM, score_width(4)), -1, dtype=torch.int32)
-    score_in_slices(logits_of, hidden, places, tokens, out, slice_size)
+    write_scores(out.view(-1), 4, logits[:0], tokens[:0], Targets(tokens, places, logits_of, slice_size))
     assert read(out, tokens, 4) == read(score(logits.flip(0), tokens, 4), tokens, 4)
     assert max(sizes) <= slice_size
     assert sum(sizes) == NUM
@@ -86,4 +86,5 @@ def test_no_places_no_logits() -> None:
         raise AssertionError
 
     nothing = torch.empty(0, dtype=torch.int64)
-    score_in_slices(never, torch.ones(4, 2), nothing, nothing, torch.empty(0, score_width(0), dtype=torch.int32), 4)
+    out = torch.empty(0, dtype=torch.int32)
+    write_scores(out, 0, torch.ones(0, 5), nothing, Targets(nothing, nothing, never, 4))

@@ -18,8 +18,9 @@ import torch
 from gapless import LLM, SamplingParams
 from gapless.attention.base import Rotation
 from gapless.core.limits import Limits
-from gapless.core.plan import Chunk, Plan, Seat
+from gapless.core.plan import Chunk, Plan
 from gapless.core.request import int_array
+from gapless.core.row_fields import SEAT_WORDS, need
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.errors import ConfigError
 from gapless.models.config import ModelConfig
@@ -94,19 +95,18 @@ class Bench:
             step=1,
             decode_rows=int_array(decodes),
             chunks=chunks,
-            seats=tuple(Seat(f.row, SamplingParams(temperature=0), 1, (), 0) for f in feeds),
             new_blocks=np.array(table, np.int32).reshape(-1, 3),
             sample_rows=int_array(rows),
             sample_epochs=np.ones(len(rows), np.int64),
             max_decode_length=0,
-            any_random=True,  # so that logits come back
-            any_filtered=False,
-            any_min_tokens=False,
+            needs=need("temperature"),  # so that logits come back
+            seat_rows=int_array([f.row for f in feeds]),
+            seats=np.zeros((len(feeds), SEAT_WORDS), np.int32),
         )
         packed = torch.zeros(20_000, dtype=torch.int32)  # more than a scheduler's plan: whole tables at once
-        self.runner.fill(plan, packed.numpy())
+        filled = self.runner.fill(plan, packed.numpy())
         self.tokens = torch.zeros(self.limits.num_rows, dtype=torch.int32)
-        self.runner.step(plan, packed, self.tokens)
+        self.runner.step(filled, packed, self.tokens)
         return self.runner.logits[: len(rows)].clone()
 
 
@@ -229,7 +229,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(
         whole = llm.generate(prompts, params)
         runner: Any = llm.engine._built.runner
         with torch.inference_mode():
-            (runner._model.rotary if is_native else runner._model.rotary.table)[30:] = torch.nan
+            (runner._model.rotary if is_native else runner._step.model.rotary.table)[30:] = torch.nan
         late, unharmed, early = llm.generate(prompts, params)
     assert unharmed.token_ids == whole[1].token_ids
     assert (late.finish_reason, early.finish_reason) == ("error", "error")

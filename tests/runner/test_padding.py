@@ -9,8 +9,8 @@ from hypothesis import given
 from plans import LIMITS, plans
 
 from gapless.core.plan import NOTHING, Plan
-from gapless.runner.fill import Sections, fill
-from gapless.runner.padding import Shape, pad
+from gapless.runner.fill import Sections, Shape, fill
+from gapless.runner.padding import pad
 
 PADDING = LIMITS.num_rows
 SHAPE = Shape(num_decodes=8, num_chunk_tokens=40, num_chunks=7)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from gapless.attention.base import Attend
 from gapless.core.scheduler import Scheduler
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.pipeline.executor import LocalExecutor
+from gapless.runner.processors import SampledRows
 from gapless.runner.sampler import sample
 from toy import LIMITS, VOCAB, ToyModel, check_toy_logprobs, run_on, run_toy, toy_requests, toy_runner, toy_truth
 
@@ -58,9 +58,9 @@ def test_a_step_without_samples_leaves_the_output_alone() -> None:
     plan = scheduler.schedule()
     assert plan.num_samples == 0
     packed = torch.zeros(1000, dtype=torch.int32)
-    runner.fill(plan, packed.numpy())
+    filled = runner.fill(plan, packed.numpy())
     out = torch.full((4,), -5, dtype=torch.int32)
-    runner.step(plan, packed, out)
+    runner.step(filled, packed, out)
     assert out.tolist() == [-5] * 4
     assert int(runner.rows.length[plan.chunks[0].row]) == 12
 
@@ -86,14 +86,14 @@ def test_the_rows_know_the_lengths_that_the_scheduler_promised() -> None:
 def test_log_probabilities_are_of_the_logits_before_the_sampler_wrote_on_them() -> None:
     """A sampler may work in place, as the one for GPUs does where a stop may not come yet."""
 
-    def scribbling(logits: torch.Tensor, *args: Any, **flags: bool) -> torch.Tensor:
-        tokens = sample(logits, *args, **flags)
+    def scribbling(logits: torch.Tensor, sampled: SampledRows, needs: int) -> torch.Tensor:
+        tokens = sample(logits, sampled, needs)
         logits.fill_(-torch.inf)
         return tokens
 
     device = CpuDevice(driver=InlineDriver())
     runner = toy_runner(device, LIMITS)
-    runner._sampler = scribbling
+    runner._step.sampler = scribbling
     requests = toy_requests()
     for request in requests:
         request.params = replace(request.params, logprobs=1, prompt_logprobs=1)

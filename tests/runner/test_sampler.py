@@ -9,45 +9,39 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import LIMITS
 
 import oracles
-from gapless.core.limits import Limits
 from gapless.core.params import MAX_STOP_IDS, SamplingParams
 from gapless.core.plan import NO_SAMPLE
-from gapless.device.cpu import CpuDevice, InlineDriver
-from gapless.runner.row_store import RowStore
-from gapless.runner.sampler import draw, forbid_stops, lowest_kept, sample, uniform
+from gapless.core.request import Request, int_array
+from gapless.core.row_fields import SEAT, need, write_seat
+from gapless.runner.processors import SampledRows, forbid_stops, lowest_kept
+from gapless.runner.sampler import draw, sample, uniform
 
 VOCAB = 40
 
 
-def make_store(
+def make_seats(
     params: Sequence[SamplingParams],
     seeds: Sequence[int],
     stops: Sequence[Sequence[int]] | None = None,
     min_total: Sequence[int] | None = None,
-) -> RowStore:
-    limits = Limits(len(params), 4, 4, len(params), LIMITS.max_model_len)
-    store = RowStore(CpuDevice(driver=InlineDriver()), limits)
-    store.stop_ids[:] = -1
+) -> tuple[torch.Tensor, int]:
+    """A seat for each row, and what any of them needs."""
+    seats, needs = np.zeros(len(params), SEAT), 0
     for row, (values, seed) in enumerate(zip(params, seeds, strict=True)):
-        store.floats[row] = torch.tensor([values.temperature, values.top_p, values.min_p])
-        store.top_k[row], store.seed[row] = values.top_k, seed
-        if stops is not None and min_total is not None:
-            store.stop_ids[row, : len(stops[row])] = torch.tensor(stops[row], dtype=torch.int64)
-            store.min_total[row] = min_total[row]
-    return store
+        stop_ids = tuple(stops[row]) if stops is not None else ()
+        needs |= write_seat(seats[row], Request("r", int_array([1]), values, seed, stop_ids, limit=9))
+        if min_total is not None:
+            seats[row]["min_total"] = min_total[row]
+            needs |= need("min_total")
+    return torch.from_numpy(seats.view(np.int32).reshape(len(params), -1)), needs
 
 
 def run(logits: np.ndarray, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int]) -> list[int]:
-    store = make_store(params, seeds)
-    rows = torch.arange(len(params))
-    flags = {
-        "random": any(values.temperature > 0 for values in params),
-        "filtered": any(values.top_k or values.top_p < 1 or values.min_p for values in params),
-    }
-    return sample(torch.from_numpy(logits), rows, torch.tensor(places), store, **flags).tolist()
+    seats, needs = make_seats(params, seeds)
+    sampled = SampledRows(torch.arange(len(params)), torch.tensor(places), seats)
+    return sample(torch.from_numpy(logits), sampled, needs).tolist()
 
 
 def random_logits(seed: int, rows: int, vocab: int = VOCAB) -> np.ndarray:
@@ -185,8 +179,8 @@ def test_tokens_come_as_often_as_they_are_likely(params: SamplingParams) -> None
 def test_half_precision_logits_are_sampled_in_full_precision() -> None:
     logits = torch.from_numpy(random_logits(5, 4)).bfloat16()
     params = [SamplingParams(temperature=0.8, top_p=0.9)] * 4
-    store = make_store(params, [1, 2, 3, 4])
-    found = sample(logits, torch.arange(4), torch.arange(4), store, random=True, filtered=True)
+    seats, needs = make_seats(params, [1, 2, 3, 4])
+    found = sample(logits, SampledRows(torch.arange(4), torch.arange(4), seats), needs)
     rows = logits.float().numpy()
     assert found.tolist() == [oracles.sample(rows[i], params[i], i + 1, i) for i in range(4)]
 
@@ -198,22 +192,23 @@ def test_min_tokens_forbids_stops_until_enough_are_there() -> None:
     logits = random_logits(6, 3)
     best = logits.argmax(axis=1).tolist()
     second = np.argsort(-logits, axis=1)[:, 1].tolist()
-    store = make_store([SamplingParams(temperature=0)] * 3, [0] * 3, [[token] for token in best], [10, 10, 10])
+    seats, needs = make_seats([SamplingParams(temperature=0)] * 3, [0] * 3, [[token] for token in best], [10, 10, 10])
     rows = torch.arange(3)
 
-    def at(places: list[int]) -> list[int]:
-        return sample(torch.from_numpy(logits), rows, torch.tensor(places), store, min_tokens=True).tolist()
+    def at(places: list[int], needs: int) -> list[int]:
+        return sample(torch.from_numpy(logits), SampledRows(rows, torch.tensor(places), seats), needs).tolist()
 
-    assert at([8, 9, 3]) == [second[0], best[1], second[2]]  # a token at place 9 is the tenth
-    assert sample(torch.from_numpy(logits), rows, torch.tensor([3] * 3), store).tolist() == best
+    assert at([8, 9, 3], needs) == [second[0], best[1], second[2]]  # a token at place 9 is the tenth
+    assert at([3] * 3, 0) == best
 
 
 def test_all_stops_of_a_row_are_forbidden_and_nothing_else() -> None:
     logits = torch.zeros(2, VOCAB)
-    stops = torch.full((2, MAX_STOP_IDS), -1)
+    stops = torch.full((2, MAX_STOP_IDS), -1, dtype=torch.int32)
     stops[0, :3] = torch.tensor([0, 5, VOCAB - 1])
     stops[1, :1] = 7
-    found = forbid_stops(logits, stops, torch.tensor([True, False]))
+    fields = {"stop_ids": stops, "place": torch.tensor([3, 3]), "min_total": torch.tensor([5, 4])}
+    found = forbid_stops(logits, fields)
     assert torch.nonzero(found[0] == -torch.inf).flatten().tolist() == [0, 5, VOCAB - 1]
     assert (found[1] == 0).all()
 
@@ -222,9 +217,9 @@ def test_all_stops_of_a_row_are_forbidden_and_nothing_else() -> None:
 def test_a_forbidden_token_is_never_drawn(seed: int, stops: set[int]) -> None:
     params = [SamplingParams(temperature=2.0, top_k=20)] * 16
     logits = random_logits(seed, 16)
-    store = make_store(params, range(16), [sorted(stops)] * 16, [99] * 16)
+    seats, needs = make_seats(params, range(16), [sorted(stops)] * 16, [99] * 16)
     rows = torch.arange(16)
-    found = sample(torch.from_numpy(logits), rows, rows, store, random=True, filtered=True, min_tokens=True).tolist()
+    found = sample(torch.from_numpy(logits), SampledRows(rows, rows, seats), needs).tolist()
     assert not set(found) & stops
     for row in range(16):
         asked = (logits[row], params[row], row, row, sorted(stops))

@@ -30,7 +30,7 @@ from gapless.pipeline.depth import FixedDepth
 from gapless.pipeline.executor import LocalExecutor
 from gapless.pipeline.loop import run_loop
 from gapless.progress import progress_bar
-from gapless.runner.fill import fill
+from gapless.runner.fill import Filled, fill
 from gapless.trace.recorder import Recorder
 
 PROMPT_TOKENS = 16
@@ -45,11 +45,12 @@ class StubRunner:
         self.buffers: Sequence[Buffer] = ()
         self._tokens = torch.full((limits.num_rows,), 7, dtype=torch.int32)
 
-    def fill(self, plan: Plan, out: IntArray) -> int:
-        return fill(plan, out)
+    def fill(self, plan: Plan, out: IntArray) -> Filled:
+        return Filled(plan, fill(plan, out))
 
-    def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
-        out[: plan.num_samples] = self._tokens[: plan.num_samples]
+    def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+        count = filled.plan.num_samples
+        out[:count] = self._tokens[:count]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gapless.core.params import SamplingParams
 from gapless.core.request import IntArray, LongArray, int_array
+from gapless.core.row_fields import SEAT_WORDS
 
 NOTHING = int_array(np.empty(0, np.int32))
+NO_SEATS = int_array(np.empty((0, SEAT_WORDS), np.int32))
 NO_SAMPLE = -1  # in place of a sampled token: the largest logit was not a finite number
 
 
@@ -35,31 +36,19 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """What the device must know of a row's new owner."""
-
-    row: int
-    params: SamplingParams
-    seed: int
-    stop_ids: tuple[int, ...]
-    min_total: int  # no stop token may be sampled into a place before this one, counted from 1
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """One forward pass. Tokens lie in this order: one for each decode row, then the chunks end to end."""
 
     step: int
     decode_rows: IntArray  # [num_decodes] rows whose input token is in the device's row
     chunks: tuple[Chunk, ...]
-    seats: tuple[Seat, ...]  # rows with a new owner
     new_blocks: IntArray  # [num_new_blocks, 3] row, index in the row's table, block
     sample_rows: IntArray  # [num_samples] decode rows, then the rows of sampling chunks
     sample_epochs: LongArray  # [num_samples] who owned them when the step was planned
     max_decode_length: int  # longest decode row, this step's token included; 0 without decodes
-    any_random: bool  # some sampled row has a temperature above 0
-    any_filtered: bool  # some sampled row uses top-k, top-p or min-p
-    any_min_tokens: bool  # some sampled row may not stop yet
+    needs: int = 0  # fields (row_fields.need) that are not neutral in some sampled row
+    seat_rows: IntArray = field(default_factory=lambda: NOTHING)  # [num_seats] rows with a new owner
+    seats: IntArray = field(default_factory=lambda: NO_SEATS)  # [num_seats, SEAT_WORDS] what to know of them
     score_samples: IntArray = field(default_factory=lambda: NOTHING)  # which of the samples want log-probabilities
     num_top: int = 0  # likeliest tokens to give with each of them, and with each target of a chunk
 

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gapless.core.params import MAX_STOP_IDS, SamplingParams
+from gapless.core.params import SamplingParams
+from gapless.core.row_fields import SEAT, write_seat
 from gapless.errors import InvalidRequest
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
-NO_TOKEN = -1
 
 
 @dataclass(eq=False, slots=True)
@@ -90,15 +90,15 @@ class RowTable:
         self.cursor = np.zeros(num_rows, np.int64)
         self.pending = np.zeros(num_rows, np.int64)
         self.limit = np.zeros(num_rows, np.int64)
-        self.min_total = np.zeros(num_rows, np.int64)  # a stop token counts from this many tokens on
         self.epoch = np.zeros(num_rows, np.int64)
         self.decoding = np.zeros(num_rows, np.bool_)  # the next input token lies, or will lie, in the device's row
         self.arrival = np.full(num_rows, -1, np.int64)  # -1: nobody sits here
         self.streams = np.zeros(num_rows, np.bool_)
-        self.random = np.zeros(num_rows, np.bool_)  # temperature above 0
-        self.filtered = np.zeros(num_rows, np.bool_)  # top-k, top-p or min-p in use
+        self.seats = np.zeros(num_rows, SEAT)
+        self.min_total = self.seats["min_total"]  # a stop token counts from this many tokens on
+        self.stop_ids = self.seats["stop_ids"]
+        self.needs = np.zeros(num_rows, np.int64)  # bits of row_fields.need
         self.num_logprobs = np.full(num_rows, -1, np.int64)  # likeliest tokens wanted with each sample; -1: none at all
-        self.stop_ids = np.full((num_rows, MAX_STOP_IDS), NO_TOKEN, np.int32)
         self.blocks = np.zeros((num_rows, self.max_blocks), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.chain: list[int] = [0] * num_rows  # prefix-index entry of the last registered block
@@ -120,21 +120,21 @@ class RowTable:
         self.num_tokens[row] = count
         self.cursor[row] = self.pending[row] = self.num_blocks[row] = 0
         self.limit[row] = request.limit
-        self.min_total[row] = request.num_prompt + params.min_tokens + 1
         self.epoch[row] += 1
         self.decoding[row] = False
         self.arrival[row] = request.arrival
         self.streams[row] = request.streams
-        self.random[row] = params.temperature > 0
-        self.filtered[row] = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self.needs[row] = write_seat(self.seats[row], request)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.stop_ids[row] = NO_TOKEN
-        self.stop_ids[row, : len(request.stop_ids)] = request.stop_ids
         self.chain[row] = self.num_chained[row] = 0
         self.request[row] = request
         self.num_scoring += request.wants_scores
         request.row = row
         return row
+
+    def seat_words(self, rows: list[int]) -> IntArray:
+        """The seats of these rows [len(rows), SEAT_WORDS], as a plan carries them."""
+        return self.seats[rows].view(np.int32).reshape(len(rows), -1)
 
     def unseat(self, request: Request) -> None:
         """Take the facts back into the request and free its row; whatever is in flight for it is now an overrun."""

@@ -20,11 +20,13 @@ from gapless.core.limits import Limits, check_fits
 from gapless.core.making import Making
 from gapless.core.outcome import Commit, Counters, Finished, Progress, token_logprob
 from gapless.core.pace import Pace
-from gapless.core.plan import NOTHING, Chunk, Plan, Seat, score_width
+from gapless.core.plan import NO_SEATS, NOTHING, Chunk, Plan, score_width
 from gapless.core.prefix_index import ROOT, PrefixIndex
 from gapless.core.request import IntArray, LongArray, Request, RowTable, int_array
+from gapless.core.row_fields import need
 from gapless.errors import InvalidRequest, ModelError
 
+MIN_TOKENS = need("min_total")
 NO_BLOCKS = np.empty((0, 3), np.int32)
 NOT_FINITE = "the weights are damaged, or their data type overflows: try dtype float32"
 
@@ -181,8 +183,9 @@ class Scheduler:
         self._step_back(request)
         return True
 
-    def _admit(self, budget: int, chunks: list[Chunk]) -> list[Seat]:
-        seats: list[Seat] = []
+    def _admit(self, budget: int, chunks: list[Chunk]) -> list[int]:
+        """Give rows to requests that wait, and return the rows."""
+        seats: list[int] = []
         making = self._making(chunks) if self._waiting and self.limits.prefix_cache else None
         while self._waiting and budget > 0 and self.rows.num_free:
             request = next(iter(self._waiting.values()))
@@ -201,8 +204,7 @@ class Scheduler:
             budget -= self._plan_chunk(row, budget, chunks)
             if making is not None:
                 making.add(row)
-            min_total = int(self.rows.min_total[row])
-            seats.append(Seat(row, request.params, request.seed, request.stop_ids, min_total))
+            seats.append(row)
         return seats
 
     def _making(self, chunks: list[Chunk]) -> Making:
@@ -234,7 +236,7 @@ class Scheduler:
         return row
 
     def _promise(
-        self, decodes: np.ndarray[tuple[int], np.dtype[np.int64]], chunks: list[Chunk], seats: list[Seat]
+        self, decodes: np.ndarray[tuple[int], np.dtype[np.int64]], chunks: list[Chunk], seats: list[int]
     ) -> Plan:
         rows = self.rows
         sampling = [chunk.row for chunk in chunks if chunk.samples]
@@ -247,26 +249,33 @@ class Scheduler:
         rows.cursor[decodes] += 1
         samples = np.concatenate((decodes, sampling)).astype(np.int64) if sampling else decodes
         rows.pending[samples] += 1
-        promised = rows.num_tokens[samples] + rows.pending[samples]
         score_samples, num_top = self._wanted_scores(samples, chunks)
         self.counters.num_steps += 1
         plan = Plan(
             step=self.counters.num_steps,
             decode_rows=decodes.astype(np.int32),
             chunks=tuple(chunks),
-            seats=tuple(seats),
             new_blocks=self._take_new_blocks(),
             sample_rows=samples.astype(np.int32),
             sample_epochs=rows.epoch[samples],
             max_decode_length=int(rows.cursor[decodes].max()) if len(decodes) else 0,
-            any_random=bool(rows.random[samples].any()),
-            any_filtered=bool(rows.filtered[samples].any()),
-            any_min_tokens=bool((promised < rows.min_total[samples]).any()),
+            needs=self._needs(samples),
+            seat_rows=np.array(seats, np.int32) if seats else NOTHING,
+            seats=rows.seat_words(seats) if seats else NO_SEATS,
             score_samples=score_samples,
             num_top=num_top,
         )
         self.pace.begin(plan)
         return plan
+
+    def _needs(self, samples: LongArray) -> int:
+        """What any of the samples needs. A minimum length that is reached is no need any more."""
+        rows = self.rows
+        needs = int(np.bitwise_or.reduce(rows.needs[samples]))
+        if needs & MIN_TOKENS:
+            promised = rows.num_tokens[samples] + rows.pending[samples]
+            needs -= MIN_TOKENS if not (promised < rows.min_total[samples]).any() else 0
+        return needs
 
     def _wanted_scores(self, samples: LongArray, chunks: list[Chunk]) -> tuple[IntArray, int]:
         """Which samples want log-probabilities, and how many likeliest tokens anybody in the step wants."""

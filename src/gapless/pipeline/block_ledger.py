@@ -66,7 +66,7 @@ class BlockLedger:
 
     def observe(self, plan: Plan, rows: RowTable, free: Sequence[int]) -> Touched:
         """Follow a plan that is about to be launched. Raises RaceError."""
-        adopting = [self._seat(seat.row, rows) for seat in plan.seats]
+        adopting = [self._seat(row, rows) for row in plan.seat_rows.tolist()]
         fresh = self._take_blocks(plan, rows, adopting)
         spans = list(self._spans(plan, rows))
         freed = np.array([block for block in free if not self._poisoned[block]], np.int64)
@@ -103,8 +103,8 @@ class BlockLedger:
                 self._adopt(plan, tenancy, index, rows)
             else:
                 fresh.append(block)
-        for seat in plan.seats:
-            self._tenant(seat.row, rows, plan).length = starts.get(seat.row, 0)
+        for row in plan.seat_rows.tolist():
+            self._tenant(row, rows, plan).length = starts.get(row, 0)
         return np.array(fresh, np.int64)
 
     def _adopt(self, plan: Plan, tenancy: Tenancy, index: int, rows: RowTable) -> None:

@@ -21,6 +21,7 @@ from gapless.device.checker import POISON
 from gapless.errors import RaceError
 from gapless.pipeline.block_ledger import BlockLedger, Touched
 from gapless.pipeline.executor import Executor, LocalExecutor, StepRunner, Ticket
+from gapless.runner.fill import Filled
 
 SPOILED = -2  # in place of a token: the row read KV that is not a number
 TOKENS_END = 2**30  # no vocabulary is larger
@@ -41,15 +42,15 @@ class PoisoningRunner:
         """The plan is about to be filled and queued."""
         self._touched[plan.step] = touched
 
-    def fill(self, plan: Plan, out: IntArray) -> int:
+    def fill(self, plan: Plan, out: IntArray) -> Filled:
         return self._inner.fill(plan, out)
 
     @torch.inference_mode()
-    def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
-        touched = self._touched.pop(plan.step)
+    def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+        touched = self._touched.pop(filled.plan.step)
         self._overwrite(touched.freed, poison_of(self._layers[0].dtype))
         self._overwrite(touched.fresh, 0)
-        self._inner.step(plan, packed_plan, out)
+        self._inner.step(filled, packed_plan, out)
         self._mark_spoiled(touched.sample_blocks, out)
 
     def _overwrite(self, blocks: LongArray, value: float) -> None:

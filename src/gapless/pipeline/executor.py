@@ -19,7 +19,7 @@ from gapless.core.request import IntArray
 from gapless.device.base import COMPUTE, D2H, H2D, Buffer, Device
 from gapless.errors import GaplessError, StepFailed
 from gapless.pipeline.slot import Slot, make_slot
-from gapless.runner.fill import capacity, result_capacity
+from gapless.runner.fill import Filled, capacity, result_capacity
 from gapless.trace.columns import COLLECT, FILL, LAUNCH
 from gapless.trace.recorder import Recorder
 
@@ -51,13 +51,10 @@ class StepRunner(Protocol):
 
     buffers: Sequence[Buffer]
 
-    def fill(self, plan: Plan, out: IntArray) -> int:
-        """Pack the plan into the host's side of a slot; return how many numbers it took.
+    def fill(self, plan: Plan, out: IntArray) -> Filled:
+        """Pack the plan into the host's side of a slot. Where its size is 0 there is nothing to copy."""
 
-        0 where the device need not be told anything, since all is as it was in the step before; nothing is copied then.
-        """
-
-    def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+    def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         """Run one step on the compute stream; leave the plan's `num_results` numbers at the head of `out`.
 
         packed_plan: what `fill` packed, on the device.
@@ -91,13 +88,14 @@ class LocalExecutor:
         if recorder is not None:
             recorder.mark(FILL)
         device.touch(f"fill {plan.step}", writes=(slot.host_in,))
-        size = runner.fill(plan, slot.host_in.array)
+        filled = runner.fill(plan, slot.host_in.array)
+        size = filled.size
 
         def copy_in() -> None:
             slot.device_in.tensor[:size].copy_(slot.host_in.tensor[:size], non_blocking=True)
 
         def compute() -> None:
-            runner.step(plan, slot.device_in.tensor[:size], slot.device_out.tensor)
+            runner.step(filled, slot.device_in.tensor[:size], slot.device_out.tensor)
 
         def copy_out() -> None:
             count = plan.num_results

@@ -27,6 +27,7 @@ from gapless.pipeline.loop import run_loop
 from gapless.proof.schedule import Ask, Schedule
 from gapless.proof.scores import Scores
 from gapless.proof.stage import Cast, Stage
+from gapless.runner.fill import Filled
 from gapless.text.assembler import Assembler
 
 JUNK = 7  # in fresh KV memory that nobody cleans: attention may touch it where its weight is 0
@@ -228,10 +229,10 @@ class Failing:
         self._inner = inner
         self._failures = failures
 
-    def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
-        if plan.step in self._failures:
-            raise RuntimeError(f"step {plan.step} was made to fail")
-        self._inner.step(plan, packed_plan, out)
+    def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+        if filled.plan.step in self._failures:
+            raise RuntimeError(f"step {filled.plan.step} was made to fail")
+        self._inner.step(filled, packed_plan, out)
 
 
 @torch.inference_mode()

@@ -8,16 +8,16 @@ tie. Knows no schedule and no pipeline.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from gapless.attention.base import Rotation
-from gapless.core.limits import Limits
-from gapless.core.params import MAX_STOP_IDS
-from gapless.device.cpu import CpuDevice, InlineDriver
+from gapless.core.request import Request, int_array
+from gapless.core.row_fields import SEAT, write_seat
 from gapless.proof.schedule import Ask
 from gapless.proof.stage import ModelStage
-from gapless.runner.row_store import RowStore
+from gapless.runner.processors import SampledRows
 from gapless.runner.sampler import sample
 
 SHAKE = 2e-5  # of the logits' spread: some times what the order of sums changes
@@ -33,10 +33,11 @@ def is_tie(stage: ModelStage, ask: Ask, known: tuple[int, ...], other: int) -> b
     shaken = logits + noise * (logits.std() * SHAKE)
     rows = torch.zeros(NUM_TRIALS, dtype=torch.int64)
     places = torch.full((NUM_TRIALS,), len(history))
-    params = ask.params
-    tokens = sample(
-        shaken, rows, places, _row(ask), random=params.temperature > 0, filtered=True, min_tokens=params.min_tokens > 0
-    )
+    seats = np.zeros(1, SEAT)
+    request = Request(ask.id, int_array(ask.prompt), ask.params, ask.seed, ask.stop_ids, limit=len(history) + 1)
+    needs = write_seat(seats[0], request)
+    sampled = SampledRows(rows, places, torch.from_numpy(seats.view(np.int32).reshape(1, -1)))
+    tokens = sample(shaken, sampled, needs)
     return bool((tokens == other).any())
 
 
@@ -54,16 +55,3 @@ def next_logits(stage: ModelStage, history: tuple[int, ...]) -> torch.Tensor:
     model = stage.dense_model()
     hidden = model.forward(torch.tensor(history), torch.arange(len(history)), attend)
     return model.logits(hidden[-1:])[0].float()
-
-
-def _row(ask: Ask) -> RowStore:
-    """One row that holds the request's sampling state."""
-    limits = Limits(num_rows=1, num_blocks=1, block_size=1, max_batch_tokens=1, max_model_len=1)
-    store = RowStore(CpuDevice(driver=InlineDriver()), limits)
-    params = ask.params
-    store.floats[0] = torch.tensor([params.temperature, params.top_p, params.min_p])
-    store.top_k[0] = params.top_k
-    store.seed[0] = ask.seed
-    store.min_total[0] = len(ask.prompt) + params.min_tokens + 1
-    store.stop_ids[0] = torch.tensor([*ask.stop_ids, *[-1] * (MAX_STOP_IDS - len(ask.stop_ids))])
-    return store

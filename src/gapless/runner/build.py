@@ -38,8 +38,9 @@ from gapless.runner.resolve import (
     resolve_on,
     sizes,
 )
-from gapless.runner.runner import Runner, Sampler
+from gapless.runner.runner import Runner
 from gapless.runner.sampler import sample
+from gapless.runner.step import Sampler, Step
 
 if TYPE_CHECKING:
     from gapless.runner.graphs import GraphRunner
@@ -114,12 +115,13 @@ def assemble(
         return Built(resolved, device, NativeRunner(device, limits, model, kv), layers)
     layers = tuple(pool.view(-1, limits.block_size, *pool.shape[1:]) for pool in kv.pools)
     attention, choice = _attention(device, kv, resolved, batch_invariant)
-    runner = Runner(device, limits, model, kv, attention, _sampler(device, resolved.dtype), resolved.slow_reason)
+    step = Step(model, attention, _sampler(device, resolved.dtype))
+    runner = Runner(device, limits, kv, step, resolved.slow_reason)
     if device.torch_device.type in GRAPH_DEVICES:
         from gapless.runner.graphs import GraphRunner  # needs Triton, which only GPU installations have
 
         mixed = _weight_bytes(config, resolved.dtype) < MIXED_GRAPHS_BELOW_BYTES
-        graphs = GraphRunner(runner, model, attention, limits, progress, mixed=mixed)
+        graphs = GraphRunner(runner, step, limits, progress, mixed=mixed)
         return Built(resolved, device, graphs, layers, str(graphs.cost), choice)
     return Built(resolved, device, runner, layers, attention=choice)
 

@@ -14,18 +14,24 @@ import triton.language as tl
 
 from gapless.core.params import MAX_STOP_IDS
 from gapless.core.plan import NO_SAMPLE
-from gapless.runner.row_store import RowStore
+from gapless.core.row_fields import SEAT_WORDS, need
+from gapless.runner.graph_kernels import argmax
+from gapless.runner.processors import SampledRows
+from gapless.runner.row_store import seat_columns
 
 DIGIT_BITS = 2  # of a key, settled by one pass
+MIN_TOKENS = need("min_total")
 
 
 @triton.jit
-def _forbid(logits, rows, places, stop_ids, min_total, VOCAB: tl.constexpr, NUM_STOPS: tl.constexpr):
+def _forbid(
+    logits, rows, places, stop_ids, min_total, VOCAB: tl.constexpr, NUM_STOPS: tl.constexpr, SEAT_WORDS: tl.constexpr
+):
     """Put the stop tokens of a row that may not end yet out of reach."""
     i = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + i)
-    stop = tl.load(stop_ids + row * NUM_STOPS + tl.arange(0, NUM_STOPS))
-    if tl.load(places + i) + 1 < tl.load(min_total + row):
+    seat = tl.load(rows + i) * SEAT_WORDS
+    stop = tl.load(stop_ids + seat + tl.arange(0, NUM_STOPS))
+    if tl.load(places + i) + 1 < tl.load(min_total + seat):
         tl.store(logits + i * VOCAB + stop, -float("inf"), mask=stop >= 0)
 
 
@@ -136,33 +142,34 @@ def _mass(base, top, warmth, floor_key, floor, VOCAB: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _pick(
-    logits, rows, places, floats, top_k, seed, tokens,
+    logits, rows, places, temperatures, top_p, min_p, top_k, seed, tokens,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, KEY_BITS: tl.constexpr, DIGIT_BITS: tl.constexpr,
-    NO_SAMPLE: tl.constexpr,
+    NO_SAMPLE: tl.constexpr, SEAT_WORDS: tl.constexpr,
 ):  # fmt: skip
     """The next token of one row; NO_SAMPLE where its largest logit is not finite."""
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i)
+    seat = row * SEAT_WORDS
     base = logits + i * VOCAB
-    temperature = tl.load(floats + row * 3)
+    temperature = tl.load(temperatures + seat)
     top, token = _largest(base, VOCAB, BLOCK)
     fine = (top > -float("inf")) & (top < float("inf"))
-    count = tl.load(top_k + row)
+    count = tl.load(top_k + seat)
     if (temperature > 0) & (count != 1):
         top = _rounded(top, KEY_BITS)
         warmth = 1.0 / temperature
-        floor = top + temperature * tl.log(tl.load(floats + row * 3 + 2))  # of min-p; log 0 is -inf: none
+        floor = top + temperature * tl.log(tl.load(min_p + seat))  # of min-p; log 0 is -inf: none
         floor_key = tl.full([], 0, tl.uint32)
         if (count > 0) & (count < VOCAB):
             wanted = count.to(tl.float32)
             floor_key = _lowest_key(base, top, warmth, floor_key, wanted, False, VOCAB, BLOCK, KEY_BITS, DIGIT_BITS)
-        share = tl.load(floats + row * 3 + 1)
+        share = tl.load(top_p + seat)
         if share < 1:
             kept = _mass(base, top, warmth, floor_key, -float("inf"), VOCAB, BLOCK, KEY_BITS)
             wanted = (kept * share).to(tl.float32)
             floor_key = _lowest_key(base, top, warmth, floor_key, wanted, True, VOCAB, BLOCK, KEY_BITS, DIGIT_BITS)
         target = _mass(base, top, warmth, floor_key, floor, VOCAB, BLOCK, KEY_BITS)
-        target = target * _uniform(tl.load(seed + row), tl.load(places + i))
+        target = target * _uniform(tl.load(seed + row * (SEAT_WORDS // 2)), tl.load(places + i))
         before = tl.full([], 0.0, tl.float64)
         for start in range(0, VOCAB, BLOCK):
             x = _load(base, start + tl.arange(0, BLOCK), VOCAB, KEY_BITS)
@@ -177,31 +184,27 @@ def _pick(
 
 
 def pick(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    places: torch.Tensor,
-    store: RowStore,
-    *,
-    random: bool = True,
-    filtered: bool = True,
-    min_tokens: bool = True,
-    key_bits: int = 32,
-    block: int = 4096,
+    logits: torch.Tensor, sampled: SampledRows, needs: int, *, key_bits: int = 32, block: int = 4096
 ) -> torch.Tensor:
     """Tokens [n] int64, as `sampler.sample` would choose them; what a row does not use costs it nothing.
 
     Logits of forbidden stop tokens are overwritten. With 16 key bits, tokens are drawn from logits rounded to bfloat16,
     and filters take half the passes; greedy rows are exact.
     """
+    if not needs:
+        return argmax(logits)
     num_rows, vocab = logits.shape
+    rows, places, fields = sampled.rows, sampled.places, seat_columns(sampled.seats)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if min_tokens:
+    if needs & MIN_TOKENS:
         _forbid[(num_rows,)](
-            logits, rows, places, store.stop_ids, store.min_total, VOCAB=vocab, NUM_STOPS=MAX_STOP_IDS, num_warps=1
-        )
+            logits, rows, places, fields["stop_ids"], fields["min_total"],
+            VOCAB=vocab, NUM_STOPS=MAX_STOP_IDS, SEAT_WORDS=SEAT_WORDS, num_warps=1,
+        )  # fmt: skip
+    drawn = (fields[name] for name in ("temperature", "top_p", "min_p", "top_k", "seed"))
     _pick[(num_rows,)](
-        logits, rows, places, store.floats, store.top_k, store.seed, tokens,
+        logits, rows, places, *drawn, tokens,
         VOCAB=vocab, BLOCK=min(block, triton.next_power_of_2(vocab)),
-        KEY_BITS=key_bits, DIGIT_BITS=DIGIT_BITS, NO_SAMPLE=NO_SAMPLE, num_warps=8,
+        KEY_BITS=key_bits, DIGIT_BITS=DIGIT_BITS, NO_SAMPLE=NO_SAMPLE, SEAT_WORDS=SEAT_WORDS, num_warps=8,
     )  # fmt: skip
     return tokens

@@ -5,7 +5,7 @@ that only steer the launch (sizes, spans) stay in the plan on the host.
 
     decode_rows | chunk_tokens | chunk_positions | chunk_token_rows | chunk_rows | chunk_offsets | chunk_starts
     | chunk_ends | sample_tokens | sample_rows | score_samples | score_tokens | score_targets
-    | new_blocks (row, index, block) | seats (SEAT_WIDTH numbers each)
+    | new_blocks (row, index, block) | seat_rows | seats (SEAT_WORDS numbers each)
 
 What comes back is one array too: the sampled tokens, then the scores (`plan.score_width` numbers each).
 """
@@ -18,11 +18,10 @@ import numpy as np
 import torch
 
 from gapless.core.limits import Limits
-from gapless.core.params import MAX_LOGPROBS, MAX_STOP_IDS
-from gapless.core.plan import NOTHING, Plan, Seat, score_width
-from gapless.core.request import NO_TOKEN, IntArray
-
-SEAT_WIDTH = 8 + MAX_STOP_IDS  # row, top_k, min_total, seed (2), temperature, top_p, min_p, stop ids
+from gapless.core.params import MAX_LOGPROBS
+from gapless.core.plan import NOTHING, Plan, score_width
+from gapless.core.request import IntArray
+from gapless.core.row_fields import SEAT_WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +49,12 @@ class Sections:
             num_score_samples,
             plan.num_scores - num_score_samples,
             len(plan.new_blocks),
-            len(plan.seats),
+            len(plan.seat_rows),
         )
 
     @property
     def sizes(self) -> tuple[int, ...]:
         tokens, chunks, samples = self.num_chunk_tokens, self.num_chunks, self.num_samples
-        seats = self.num_seats * SEAT_WIDTH
         return (
             self.num_decodes,
             tokens,
@@ -72,12 +70,61 @@ class Sections:
             self.num_targets,
             self.num_targets,
             3 * self.num_new_blocks,
-            seats,
+            self.num_seats,
+            self.num_seats * SEAT_WORDS,
         )
 
     @property
     def total(self) -> int:
         return sum(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a step that was recorded; a plan is padded to them (padding.py)."""
+
+    num_decodes: int
+    num_chunk_tokens: int
+    num_chunks: int
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_decodes + self.num_chunks
+
+    def chunk_samples(self, plan: Plan) -> slice:
+        """Where the samples of the plan's chunks lie among those of the padded plan; its decode rows' come first."""
+        return slice(self.num_decodes, self.num_decodes + plan.num_samples - plan.num_decodes)
+
+    def sections(self, plan: Plan) -> Sections:
+        """Sizes of the padded plan's packed form, without padding it."""
+        return Sections(
+            num_decodes=self.num_decodes,
+            num_chunk_tokens=self.num_chunk_tokens,
+            num_chunks=self.num_chunks,
+            num_samples=self.num_samples,
+            num_score_samples=0,
+            num_targets=0,
+            num_new_blocks=len(plan.new_blocks),
+            num_seats=len(plan.seat_rows),
+        )
+
+    def holds(self, plan: Plan) -> bool:
+        """Whether the plan can be padded to this; one chunk is kept for the padding's own tokens."""
+        num_chunk_tokens = plan.num_tokens - plan.num_decodes
+        return (
+            plan.num_decodes <= self.num_decodes
+            and num_chunk_tokens <= self.num_chunk_tokens
+            and len(plan.chunks) < self.num_chunks
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A plan in a slot, and what its step must know beside it."""
+
+    plan: Plan
+    size: int  # numbers that were packed; 0 where the device has them all already
+    shape: Shape | None = None  # of the graph to replay; None: run it as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +145,8 @@ class Packed:
     score_tokens: torch.Tensor  # [num_targets] which of the step's tokens is followed by a target
     score_targets: torch.Tensor  # [num_targets] the prompt tokens whose log-probabilities are wanted
     new_blocks: torch.Tensor  # [num_new_blocks, 3]
-    seats: torch.Tensor  # [num_seats, SEAT_WIDTH]
+    seat_rows: torch.Tensor  # [num_seats]
+    seats: torch.Tensor  # [num_seats, SEAT_WORDS]
 
 
 def capacity(limits: Limits) -> int:
@@ -120,8 +168,7 @@ def fill(plan: Plan, out: IntArray) -> int:
     parts += [_sample_tokens(plan), plan.sample_rows]
     if plan.num_scores:
         parts += [plan.score_samples, *_target_parts(plan)]
-    parts += [plan.new_blocks.reshape(-1)]
-    parts += [_seat(seat) for seat in plan.seats]
+    parts += [plan.new_blocks.reshape(-1), plan.seat_rows, plan.seats.reshape(-1)]
     end = 0
     for part in parts:
         start, end = end, end + len(part)
@@ -132,7 +179,7 @@ def fill(plan: Plan, out: IntArray) -> int:
 def unpack(packed: torch.Tensor, sections: Sections) -> Packed:
     """Views of the sections of a packed plan."""
     parts = list(torch.split(packed[: sections.total], list(sections.sizes)))
-    parts[-2:] = parts[-2].view(-1, 3), parts[-1].view(-1, SEAT_WIDTH)
+    parts[-3], parts[-1] = parts[-3].view(-1, 3), parts[-1].view(-1, SEAT_WORDS)
     return Packed(*parts)
 
 
@@ -167,13 +214,3 @@ def _target_parts(plan: Plan) -> list[IntArray]:
             places.append(np.arange(first, first + len(chunk.targets), dtype=np.int32))
         offset += len(chunk.tokens)
     return [np.concatenate(places), np.concatenate([NOTHING, *(chunk.targets for chunk in plan.chunks)])]
-
-
-def _seat(seat: Seat) -> IntArray:
-    values = np.full(SEAT_WIDTH, NO_TOKEN, np.int32)
-    params = seat.params
-    values[:3] = seat.row, params.top_k, min(seat.min_total, 2**31 - 1)
-    values[3:5] = np.array([seat.seed], np.int64).view(np.int32)
-    values[5:8].view(np.float32)[:] = params.temperature, params.top_p, params.min_p
-    values[8 : 8 + len(seat.stop_ids)] = seat.stop_ids
-    return values

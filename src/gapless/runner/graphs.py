@@ -19,15 +19,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from gapless.attention.base import Attention, AttentionBatch
+from gapless.attention.base import AttentionBatch
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray
+from gapless.core.row_fields import ALL_NEEDS
 from gapless.device.base import Buffer
-from gapless.runner.fill import Sections, fill, unpack
-from gapless.runner.graph_kernels import DecodeInputs, argmax, begin, end
-from gapless.runner.padding import Shape, pad
-from gapless.runner.runner import Model, Runner
+from gapless.runner.fill import Filled, Sections, Shape, fill, unpack
+from gapless.runner.graph_kernels import DecodeInputs, begin, end
+from gapless.runner.padding import pad
+from gapless.runner.processors import SampledRows
+from gapless.runner.runner import Runner
+from gapless.runner.step import Inputs, Step
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +98,7 @@ class GraphRunner:
     def __init__(
         self,
         runner: Runner,
-        model: Model,
-        attention: Attention,
+        step: Step,
         limits: Limits,
         progress: Callable[[int, int], None] | None = None,
         *,
@@ -104,8 +106,7 @@ class GraphRunner:
     ) -> None:
         """mixed: capture steps that prefill and decode too."""
         self._runner = runner
-        self._model = model
-        self._attention = attention
+        self._step = step
         self._limits = limits
         self.ledger: Counter[str] = Counter()  # steps without a graph, by reason
         decodes = [Shape(size, 0, 0) for size in ladder(limits.num_rows)]
@@ -121,25 +122,24 @@ class GraphRunner:
         self._graphs: dict[tuple[Shape, bool], Captured] = {}
         self._decode_shapes: list[Shape] = []  # captured, smallest first
         self._mixed_shapes: list[Shape] = []
-        self._decoding: tuple[Shape, IntArray] | None = None  # what `_packed` holds, if the last step was a decode step
+        self._resident: tuple[Shape, IntArray] | None = None  # the decode rows that `_packed` holds, if it does
         self.cost = Cost(num_wanted=2 * len(wanted))
         report = _counter(progress, len(first) + len(wanted))
         self._warm_up(first, report)
         self._capture_all(wanted, report)
 
-    def fill(self, plan: Plan, out: IntArray) -> int:
+    def fill(self, plan: Plan, out: IntArray) -> Filled:
         """Pack the plan the way its step will read it."""
         shape = self._shape(plan)
         if shape is not None and not shape.num_chunks:
-            return self._fill_decode(plan, shape, out)
-        self._decoding = None
-        if shape is None:
-            return self._runner.fill(plan, out)
-        return fill(pad(plan, shape, self._limits.num_rows), out)
+            return Filled(plan, self._fill_decode(plan, shape, out), shape)
+        self._resident = None
+        packed = plan if shape is None else pad(plan, shape, self._limits.num_rows)
+        return Filled(plan, fill(packed, out), shape)
 
     def _fill_decode(self, plan: Plan, shape: Shape, out: IntArray) -> int:
         """The same rows again without new blocks: nothing to tell. A block told before is told again to no effect."""
-        last, self._decoding = self._decoding, (shape, plan.decode_rows)
+        last, self._resident = self._resident, (shape, plan.decode_rows)
         if last and not len(plan.new_blocks) and last[0] == shape and np.array_equal(last[1], plan.decode_rows):
             return 0
         size, count = shape.num_decodes, plan.num_decodes
@@ -151,25 +151,28 @@ class GraphRunner:
             blocks[np.searchsorted(plan.decode_rows, plan.new_blocks[:, 0])] = plan.new_blocks[:, 2]
         return 2 * size
 
-    def step(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+    def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         """Replay the plan's graph, or run it as it is."""
-        shape = self._shape(plan)
-        decoding, self._decoding = self._decoding, None  # unknown, should this raise
+        plan, shape = filled.plan, filled.shape
         if shape is None:
             self.ledger["no graph: log-probabilities" if plan.num_scores else "no graph: prefill"] += 1
-            self._runner.step(plan, packed_plan, out)
+            self._runner.step(filled, packed_plan, out)
             return
-        if shape.num_chunks and (plan.seats or len(plan.new_blocks)):
+        resident, self._resident = self._resident, None  # unknown, should this raise
+        self._replay(plan, shape, packed_plan, out)
+        self._resident = resident
+
+    def _replay(self, plan: Plan, shape: Shape, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+        if shape.num_chunks and (len(plan.seat_rows) or len(plan.new_blocks)):
             self._runner.rows.apply(unpack(packed_plan, shape.sections(plan)))
         if len(packed_plan):
             size = _packed_size(shape)
             self._packed[:size].copy_(packed_plan[:size])
-        self._graphs[shape, _is_greedy(plan)].graph.replay()
+        self._graphs[shape, plan.needs == 0].graph.replay()
         count = plan.num_decodes
         out[:count].copy_(self._out[:count])
         if plan.num_samples > count:
             out[count : plan.num_samples].copy_(self._out[shape.chunk_samples(plan)])
-        self._decoding = decoding
 
     def _shape(self, plan: Plan) -> Shape | None:
         """The smallest captured shape that holds the plan."""
@@ -184,9 +187,9 @@ class GraphRunner:
     def _warm_up(self, shapes: Sequence[Shape], report: Callable[[], None]) -> None:
         """Mixed steps of padding alone: kernels are compiled now, and not when a prompt of that size comes."""
         for shape in shapes:
-            self._mixed(self._pack_padding(shape), greedy=True)
+            self._mixed(self._pack_padding(shape), needs=0)
             report()
-        self._mixed(self._pack_padding(shapes[0]), greedy=False)
+        self._mixed(self._pack_padding(shapes[0]), ALL_NEEDS)
         torch.cuda.synchronize()
 
     def _capture_all(self, wanted: Sequence[Shape], report: Callable[[], None]) -> None:
@@ -198,8 +201,8 @@ class GraphRunner:
             if not self.cost.within_budget():
                 break
             capture = self._capture_mixed if shape.num_chunks else self._capture_decode
-            for greedy in (True, False):
-                self._graphs[shape, greedy] = capture(shape, greedy, pool, stream)
+            for is_greedy in (True, False):
+                self._graphs[shape, is_greedy] = capture(shape, 0 if is_greedy else ALL_NEEDS, pool, stream)
             (self._mixed_shapes if shape.num_chunks else self._decode_shapes).insert(0, shape)
             self.cost.num_graphs += 2
             self.cost.memory_bytes = free - torch.cuda.mem_get_info()[0]
@@ -209,17 +212,17 @@ class GraphRunner:
         log.info("%s", self.cost)
 
     @torch.inference_mode()
-    def _capture_decode(self, shape: Shape, greedy: bool, pool: Any, stream: torch.cuda.Stream) -> Captured:
+    def _capture_decode(self, shape: Shape, needs: int, pool: Any, stream: torch.cuda.Stream) -> Captured:
         size = shape.num_decodes
         self._packed[:size] = self._limits.num_rows  # padding alone
         self._packed[size : 2 * size] = NO_BLOCK
         inputs = DecodeInputs(size, self._packed.device)
-        return Captured(_record(lambda: self._decode(inputs, greedy), pool, stream), inputs)
+        return Captured(_record(lambda: self._decode(inputs, needs), pool, stream), inputs)
 
     @torch.inference_mode()
-    def _capture_mixed(self, shape: Shape, greedy: bool, pool: Any, stream: torch.cuda.Stream) -> Captured:
+    def _capture_mixed(self, shape: Shape, needs: int, pool: Any, stream: torch.cuda.Stream) -> Captured:
         plan = self._pack_padding(shape)
-        return Captured(_record(lambda: self._mixed(plan, greedy), pool, stream))
+        return Captured(_record(lambda: self._mixed(plan, needs), pool, stream))
 
     def _pack_padding(self, shape: Shape) -> Plan:
         """A plan of this shape that does nothing, and its packed form in `_packed`."""
@@ -229,13 +232,19 @@ class GraphRunner:
         self._packed[: len(packed)] = torch.from_numpy(packed).to(self._packed.device)
         return plan
 
-    def _decode(self, inputs: DecodeInputs, greedy: bool) -> None:
+    def _decode(self, inputs: DecodeInputs, needs: int) -> None:
+        """One token of each row, from `_packed` to `_out`: the same step, between two kernels of its own."""
         rows = self._runner.rows
         begin(self._packed, rows.last_token, rows.length, rows.blocks, self._limits.block_size, inputs)
+        sampled = SampledRows(inputs.rows, inputs.lengths, rows.seats)
+        fed = Inputs(inputs.ids, inputs.positions, self._decode_batch(inputs), sampled)
+        end(self._step.run(fed, needs).tokens, inputs, rows.last_token, rows.length, self._out)
+
+    def _decode_batch(self, inputs: DecodeInputs) -> AttentionBatch:
         nothing = self._packed[:0]
-        batch = AttentionBatch(
+        return AttentionBatch(
             slots=inputs.slots,
-            blocks=rows.blocks,
+            blocks=self._runner.rows.blocks,
             decode_rows=inputs.rows,
             decode_lengths=inputs.lengths,
             max_decode_length=self._limits.max_model_len,
@@ -245,29 +254,13 @@ class GraphRunner:
             chunk_ends=nothing,
             chunks=(),
         )
-        hidden = self._model.forward(inputs.ids, inputs.positions, self._attention.begin(batch))
-        logits = self._model.logits(hidden)
-        tokens = self._sample(logits, inputs.rows, inputs.lengths, greedy)
-        end(tokens, inputs, rows.last_token, rows.length, self._out)
 
-    def _sample(self, logits: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, greedy: bool) -> torch.Tensor:
-        if greedy:
-            return argmax(logits)
-        runner = self._runner
-        return runner.sampler(logits, rows, places, runner.rows, random=True, filtered=True, min_tokens=True)
-
-    def _mixed(self, plan: Plan, greedy: bool) -> None:
-        """What the runner does with a padded plan, from `_packed` to `_out`."""
+    def _mixed(self, plan: Plan, needs: int) -> None:
+        """A padded plan, from `_packed` to `_out`."""
+        self._runner.run(plan, unpack(self._packed, Sections.of(plan)), needs, self._out)
         rows = self._runner.rows
-        packed = unpack(self._packed, Sections.of(plan))
-        hidden, positions = self._runner.forward(plan, packed)
-        chosen = packed.sample_tokens.long()
-        logits = self._model.logits(hidden[chosen])
-        tokens = self._sample(logits, packed.sample_rows.long(), positions[chosen] + 1, greedy)
-        rows.advance(packed, tokens)
         rows.length[-1:].zero_()  # the padding row never gets anywhere
         rows.last_token[-1:].zero_()
-        self._out[: len(tokens)] = tokens
 
 
 def _record(body: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -295,20 +288,12 @@ def _packed_size(shape: Shape) -> int:
     return shape.sections(_NO_PLAN).total
 
 
-def _is_greedy(plan: Plan) -> bool:
-    return not plan.any_random and not plan.any_min_tokens
-
-
 _NO_PLAN = Plan(
     step=-1,
     decode_rows=np.empty(0, np.int32),
     chunks=(),
-    seats=(),
     new_blocks=np.empty((0, 3), np.int32),
     sample_rows=np.empty(0, np.int32),
     sample_epochs=np.empty(0, np.int64),
     max_decode_length=0,
-    any_random=False,
-    any_filtered=False,
-    any_min_tokens=False,
 )

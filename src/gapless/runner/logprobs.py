@@ -6,11 +6,7 @@ in core/plan.py says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-
-from gapless.core.plan import score_width
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
@@ -21,21 +17,3 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Ten
     top = logits.topk(num_top, dim=1).indices
     chosen = logprobs.gather(1, torch.cat((tokens[:, None], top), dim=1)).view(torch.int32)
     return torch.cat((chosen[:, :1], rank.int(), top.int(), chosen[:, 1:]), dim=1)
-
-
-def score_in_slices(
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
-    places: torch.Tensor,
-    targets: torch.Tensor,
-    out: torch.Tensor,
-    slice_size: int,
-) -> None:
-    """Write the scores of targets [n] into `out`; the logits of each come from hidden[places].
-
-    Logits are made for `slice_size` places at a time: for all places of a prompt they would not fit into memory.
-    """
-    num_top = (out.shape[1] - score_width(0)) // 2
-    for start in range(0, len(places), slice_size):
-        part = slice(start, start + slice_size)
-        out[part] = score(logits_of(hidden[places[part]]), targets[part], num_top)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gapless.core.limits import Limits
-from gapless.core.plan import Plan, score_width
+from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device
 from gapless.errors import CapacityError
@@ -24,11 +24,12 @@ from gapless.models.config import ModelConfig
 from gapless.models.llama import ReadWeight
 from gapless.models.rope import RotaryTable
 from gapless.native import library as native
-from gapless.runner.fill import Packed, Sections, fill, unpack
+from gapless.runner.fill import Filled, Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
-from gapless.runner.logprobs import score, score_in_slices
+from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import RowStore
 from gapless.runner.sampler import sample
+from gapless.runner.step import Targets, write_scores
 
 DTYPES = (torch.float32, torch.bfloat16)
 FAILURES = {
@@ -123,19 +124,20 @@ class NativeRunner:
             raise CapacityError("no memory for the native step")
         weakref.finalize(self, self._library.gapless_drop_engine, self._engine).atexit = False
 
-    def fill(self, plan: Plan, out: IntArray) -> int:
-        """Pack the plan; return how many numbers it took."""
-        return fill(plan, out)
+    def fill(self, plan: Plan, out: IntArray) -> Filled:
+        """Pack the plan."""
+        return Filled(plan, fill(plan, out))
 
-    def step(self, plan: Plan, packed_plan: Tensor, out: Tensor) -> None:
+    def step(self, filled: Filled, packed_plan: Tensor, out: Tensor) -> None:
         """Run the plan whose packed form is in `packed_plan`; leave the sampled tokens at the head of `out`.
 
         The scores, if the plan has any, follow them.
         """
+        plan = filled.plan
         sections = Sections.of(plan)
-        if plan.seats:
+        if len(plan.seat_rows):
             self.rows.apply(unpack(packed_plan, sections))
-        alone = not (plan.any_random or plan.any_min_tokens or plan.num_scores)  # the call needs nothing after it
+        is_whole = not (plan.needs or plan.num_scores)  # the call does all of it
         counts = native.Sections(
             sections.num_decodes,
             sections.num_chunk_tokens,
@@ -145,37 +147,27 @@ class NativeRunner:
             sections.num_targets,
             sections.num_new_blocks,
         )
-        logits = None if alone else self.logits.data_ptr()
+        logits = None if is_whole else self.logits.data_ptr()
         _check(self._library.gapless_step(self._engine, packed_plan.data_ptr(), counts, logits, out.data_ptr()))
-        if not alone:
+        if not is_whole:
             self._finish(plan, unpack(packed_plan, sections), out)
 
     @torch.inference_mode()
     def _finish(self, plan: Plan, packed: Packed, out: Tensor) -> None:
         """Sample from the logits, and score what wants it."""
         scored = packed.score_samples.long()
-        raw = self.logits[scored]  # a copy, for the sampler may write on the logits
+        raw = self.logits[scored]  # a copy, for a sampler may write on the logits
         tokens = out[: plan.num_samples]
         if plan.num_samples:
-            tokens[:] = self._sample(plan, packed.sample_rows.long())
-        scores = out[plan.num_samples : plan.num_results].view(-1, score_width(plan.num_top))
-        if len(scored):
-            scores[: len(scored)] = score(raw, tokens.long()[scored].clamp(min=0), plan.num_top)
-        targets = packed.score_targets.long()
-        places = torch.arange(len(targets))
-        picked = plan.num_samples + places
-        score_in_slices(self._predict, picked, places, targets, scores[len(scored) :], len(self.logits))
+            tokens[:] = self._sample(packed.sample_rows.long(), plan.needs)
+        if plan.num_scores:
+            numbers = torch.arange(plan.num_samples, plan.num_samples + len(packed.score_targets))
+            targets = Targets(packed.score_targets.long(), numbers, self._predict, len(self.logits))
+            write_scores(out[plan.num_samples : plan.num_results], plan.num_top, raw, tokens.long()[scored], targets)
 
-    def _sample(self, plan: Plan, rows: Tensor) -> Tensor:
-        tokens = sample(
-            self.logits[: len(rows)],
-            rows,
-            self.rows.length[rows],  # already past this step's tokens: the place of the next
-            self.rows,
-            random=plan.any_random,
-            filtered=plan.any_filtered,
-            min_tokens=plan.any_min_tokens,
-        )
+    def _sample(self, rows: Tensor, needs: int) -> Tensor:
+        places = self.rows.length[rows]  # already past this step's tokens: the place of the next
+        tokens = sample(self.logits[: len(rows)], SampledRows(rows, places, self.rows.seats), needs)
         self.rows.last_token[rows] = tokens.clamp(min=0)  # NO_SAMPLE must not reach the embedding
         return tokens
 

@@ -7,51 +7,12 @@ differs, and `Shape` says where they are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from gapless.core.plan import Chunk, Plan
-from gapless.runner.fill import Sections
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a step."""
-
-    num_decodes: int
-    num_chunk_tokens: int
-    num_chunks: int
-
-    @property
-    def num_samples(self) -> int:
-        return self.num_decodes + self.num_chunks
-
-    def chunk_samples(self, plan: Plan) -> slice:
-        """Where the samples of the plan's chunks lie among those of the padded plan; its decode rows' come first."""
-        return slice(self.num_decodes, self.num_decodes + plan.num_samples - plan.num_decodes)
-
-    def sections(self, plan: Plan) -> Sections:
-        """Sizes of the padded plan's packed form, without padding it."""
-        return Sections(
-            num_decodes=self.num_decodes,
-            num_chunk_tokens=self.num_chunk_tokens,
-            num_chunks=self.num_chunks,
-            num_samples=self.num_samples,
-            num_score_samples=0,
-            num_targets=0,
-            num_new_blocks=len(plan.new_blocks),
-            num_seats=len(plan.seats),
-        )
-
-    def holds(self, plan: Plan) -> bool:
-        """Whether the plan can be padded to this; one chunk is kept for the padding's own tokens."""
-        num_chunk_tokens = plan.num_tokens - plan.num_decodes
-        return (
-            plan.num_decodes <= self.num_decodes
-            and num_chunk_tokens <= self.num_chunk_tokens
-            and len(plan.chunks) < self.num_chunks
-        )
+from gapless.runner.fill import Shape
 
 
 def pad(plan: Plan, shape: Shape, padding_row: int) -> Plan:

@@ -1,0 +1,80 @@
+"""What the device must know of a row's owner, declared once.
+
+A seat is one record of these fields. The host keeps the records of all rows in a column for each field, a plan carries
+the records of new owners, and the device keeps them as the rows of a matrix in which every field is a view. A new
+sampling parameter is a line here and a processor that reads it (runner/processors.py).
+
+A field may have a neutral value. A row with any other value needs the processors that read the field, and a plan says
+what any of its sampled rows needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gapless.core.params import MAX_STOP_IDS
+
+if TYPE_CHECKING:
+    from gapless.core.request import Request
+
+NO_TOKEN = -1
+LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RowField:
+    """One field of a seat."""
+
+    name: str
+    dtype: type[np.generic]
+    of: Callable[[Request], Any]
+    width: int = 1
+    neutral: float | None = None  # None: the field by itself is no reason to run a processor
+
+
+def _stop_ids(request: Request) -> tuple[int, ...]:
+    return request.stop_ids + (NO_TOKEN,) * (MAX_STOP_IDS - len(request.stop_ids))
+
+
+def _min_total(request: Request) -> int:
+    """No stop token may come into a place before this one, counted from 1."""
+    least = request.params.min_tokens
+    return min(request.num_prompt + least + 1, LARGEST) if least else 0
+
+
+def _if_drawn(name: str, neutral: float) -> Callable[[Request], float]:
+    """Filters mean nothing to a row that is greedy."""
+    return lambda request: getattr(request.params, name) if request.params.temperature > 0 else neutral
+
+
+FIELDS = (
+    RowField("seed", np.int64, lambda request: request.seed),
+    RowField("temperature", np.float32, lambda request: request.params.temperature, neutral=0.0),  # 0 is greedy
+    RowField("top_k", np.int32, _if_drawn("top_k", 0), neutral=0),
+    RowField("top_p", np.float32, _if_drawn("top_p", 1.0), neutral=1.0),
+    RowField("min_p", np.float32, _if_drawn("min_p", 0.0), neutral=0.0),
+    RowField("min_total", np.int32, _min_total, neutral=0),
+    RowField("stop_ids", np.int32, _stop_ids, width=MAX_STOP_IDS),  # NO_TOKEN where there are fewer
+)
+
+SEAT = np.dtype([(f.name, f.dtype, (f.width,)) if f.width > 1 else (f.name, f.dtype) for f in FIELDS], align=True)
+SEAT_WORDS = SEAT.itemsize // 4  # of int32
+_BITS = {field.name: 1 << index for index, field in enumerate(FIELDS) if field.neutral is not None}
+ALL_NEEDS = sum(_BITS.values())
+
+
+def need(*names: str) -> int:
+    """The bits of these fields."""
+    return sum(_BITS[name] for name in names)
+
+
+def write_seat(record: Any, request: Request) -> int:
+    """Fill a record of type SEAT from a request; return what the request needs."""
+    for field in FIELDS:
+        record[field.name] = field.of(request)
+    neutral = ((field.name, field.neutral) for field in FIELDS if field.neutral is not None)
+    return sum(_BITS[name] for name, value in neutral if record[name] != value)

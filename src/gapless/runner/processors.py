@@ -1,0 +1,107 @@
+"""What changes logits between the model and the draw: a list of processors, each in plain torch.
+
+A processor names the fields of a seat that it reads. It runs when some sampled row has a value there that is not
+neutral, and leaves rows with neutral values as they are. These definitions run on a CPU and are the oracles of the
+kernels that stand for them on a GPU (draw_kernels.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gapless.core.row_fields import need
+from gapless.runner.row_store import seat_columns
+
+FIRST_LOOK = 256  # likeliest tokens, in which most filters find their floor
+
+
+Fields = Mapping[str, torch.Tensor]  # [n] or [n, width] of each field of a seat; and "place": of the token to come
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The rows of a step that get a token."""
+
+    rows: torch.Tensor  # [n] int64
+    places: torch.Tensor  # [n] int64, the position that each token will have
+    seats: torch.Tensor  # [num_rows, SEAT_WORDS] int32, of all rows
+
+    def fields(self) -> Fields:
+        """What the processors read."""
+        return seat_columns(self.seats[self.rows]) | {"place": self.places}
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """Turns logits [n, vocab] into others."""
+
+    needs: int  # it runs when a plan needs any of these fields
+    apply: Callable[[torch.Tensor, Fields], torch.Tensor]
+
+
+def forbid_stops(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
+    """Put the stop tokens of rows that may not end yet out of reach."""
+    stop_ids, is_early = fields["stop_ids"].long(), fields["place"] + 1 < fields["min_total"]
+    forbidden = is_early[:, None] & (stop_ids >= 0)
+    columns = torch.where(forbidden, stop_ids, 0)
+    penalty = torch.zeros_like(logits)
+    penalty.scatter_reduce_(1, columns, torch.where(forbidden, -torch.inf, 0.0).to(logits.dtype), "amin")
+    return logits + penalty
+
+
+def scale(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
+    """Divide the distance to the largest logit by the temperature: at most 0, so that no temperature overflows."""
+    temperature = fields["temperature"]
+    below_top = logits - logits.amax(dim=1, keepdim=True)
+    return below_top / torch.where(temperature > 0, temperature, 1.0)[:, None]
+
+
+def keep_likeliest(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
+    """Top-k, then top-p, then min-p. All three keep every token from some logit up."""
+    floor = lowest_kept(logits, fields["top_k"], fields["top_p"], fields["min_p"])
+    return logits.masked_fill(logits < floor[:, None], -torch.inf)
+
+
+PROCESSORS = (
+    Processor(need("min_total"), forbid_stops),
+    Processor(need("temperature"), scale),
+    Processor(need("top_k", "top_p", "min_p"), keep_likeliest),
+)
+
+
+def lowest_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """The smallest logit [n] that top-k, then top-p, then min-p leave standing; -inf where none of them is used.
+
+    Only rows that use top-k or top-p are looked at, and of those only as many of the likeliest tokens as it takes.
+    """
+    vocab = logits.shape[1]
+    floor = torch.full_like(top_p, -torch.inf)
+    left = ((top_k > 0) & (top_k < vocab) | (top_p < 1)).nonzero().squeeze(1)
+    width = min(FIRST_LOOK, vocab)
+    while len(left):
+        found, settled = _lowest_among(logits[left], width, top_k[left], top_p[left])
+        floor[left[settled]] = found[settled]
+        left = left[~settled]
+        width = min(8 * width, vocab)
+    return torch.maximum(floor, logits.amax(dim=1) + min_p.log())  # log 0 is -inf: no floor
+
+
+def _lowest_among(
+    logits: torch.Tensor, width: int, top_k: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The floor of top-k and top-p as the `width` likeliest tokens show it, and whether they show it."""
+    vocab = logits.shape[1]
+    ordered = logits.topk(width, dim=1).values
+    kept = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab)
+    within = torch.arange(width, device=logits.device)[None, :] < kept[:, None]
+    weights = (ordered - ordered[:, :1]).exp() * within
+    everything = (logits - ordered[:, :1]).exp().sum(dim=1)
+    total = torch.where(kept < vocab, weights.sum(dim=1), everything)  # not needed before all kept ones are in sight
+    sums = weights.cumsum(dim=1)
+    nucleus = (sums - weights < (top_p * total)[:, None]).sum(dim=1)
+    last = torch.where(top_p < 1, torch.minimum(kept, nucleus), kept).clamp(min=1)
+    settled = (kept <= width) | (kept == vocab) & (nucleus < width)
+    return ordered.gather(1, (last.clamp(max=width) - 1)[:, None]).squeeze(1), settled

@@ -1,0 +1,97 @@
+"""The step itself, written once: inputs in, model, logits, processors and draw, tokens out.
+
+A runner calls it as it is, or records it into a graph. What stands around it differs: where inputs come from, and how
+rows move on. Knows no plan and no packing. Runs on the compute stream; never waits, never looks at a value on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from gapless.attention.base import Attend, Attention, AttentionBatch
+from gapless.core.plan import score_width
+from gapless.runner.logprobs import score
+from gapless.runner.processors import SampledRows
+
+
+class Model(Protocol):
+    """What a step needs of a model."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Hidden states [n, hidden_size]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [m, vocab_size]."""
+
+
+class Sampler(Protocol):
+    """What a step needs of a sampler."""
+
+    def __call__(self, logits: torch.Tensor, sampled: SampledRows, needs: int) -> torch.Tensor:
+        """Tokens [n] int64 for logits [n, vocab], which it may overwrite; `needs` says what any of the rows needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a step feeds to the model, and where it samples."""
+
+    token_ids: torch.Tensor  # [num_tokens]
+    positions: torch.Tensor  # [num_tokens] int64
+    batch: AttentionBatch
+    sampled: SampledRows
+    sample_tokens: torch.Tensor | None = None  # [num_samples] which tokens are followed by a sample; None: all
+    score_samples: torch.Tensor | None = None  # [num_scored] which samples want log-probabilities; None: none
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What came of it."""
+
+    tokens: torch.Tensor  # [num_samples] int64
+    hidden: torch.Tensor  # [num_tokens, hidden_size]
+    scored_logits: torch.Tensor  # [num_scored, vocab_size] the model's own, before any processor
+
+
+class Step:
+    """From inputs to tokens."""
+
+    def __init__(self, model: Model, attention: Attention, sampler: Sampler) -> None:
+        self.model = model
+        self.attention = attention
+        self.sampler = sampler
+
+    def run(self, inputs: Inputs, needs: int) -> Outputs:
+        hidden = self.model.forward(inputs.token_ids, inputs.positions, self.attention.begin(inputs.batch))
+        picked = hidden if inputs.sample_tokens is None else hidden[inputs.sample_tokens]
+        if len(picked) == 0:
+            nothing = torch.empty(0, dtype=torch.int64, device=hidden.device)
+            return Outputs(nothing, hidden, hidden[:0])
+        logits = self.model.logits(picked)
+        # a copy, for a sampler may write on the logits
+        scored = logits[:0] if inputs.score_samples is None else logits[inputs.score_samples]
+        return Outputs(self.sampler(logits, inputs.sampled, needs), hidden, scored)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Prompt tokens whose log-probabilities are wanted, and where the logits that judge them come from."""
+
+    tokens: torch.Tensor  # [num_targets] int64
+    places: torch.Tensor  # [num_targets] int64, what `logits_of` is asked for
+    logits_of: Callable[[torch.Tensor], torch.Tensor]
+    slice_size: int  # places at a time: the logits of a whole prompt would not fit into memory
+
+
+def write_scores(out: torch.Tensor, num_top: int, logits: torch.Tensor, tokens: torch.Tensor, targets: Targets) -> None:
+    """Log-probabilities of tokens [n] under logits [n, vocab], then those of the targets, into `out`."""
+    scores = out.view(-1, score_width(num_top))
+    count, size = len(logits), targets.slice_size
+    if count:
+        scores[:count] = score(logits, tokens.clamp(min=0), num_top)  # NO_SAMPLE has no logit
+    for start in range(0, len(targets.tokens), size):
+        part = slice(start, start + size)
+        scores[count:][part] = score(targets.logits_of(targets.places[part]), targets.tokens[part], num_top)
