@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -479,3 +480,23 @@ def test_dummy_weights_depend_on_the_seed(dummy_dir: Path) -> None:
         with LLM(dummy_dir, load_format="dummy", **CPU, num_blocks=16, seed=seed) as llm:
             found.append(llm.generate([[1, 2, 3]], GREEDY)[0].token_ids)
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_leaves_the_parents_engine_alone(make_llm) -> None:
+    """It is refused before it talks to the template process, and its `close` ends nothing."""
+    llm = make_llm()
+    talk = [{"role": "user", "content": "Hello"}]
+    expected = llm.chat(talk, GREEDY).token_ids
+    template = llm._client._chat._process.pid
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        with contextlib.suppress(EngineClosed):
+            llm._client.encode_chat(talk)
+            status = 2
+        llm.close()
+        os._exit(0 if status == 1 else status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert llm.chat(talk, GREEDY).token_ids == expected
+    assert llm._client._chat._process.pid == template

@@ -107,7 +107,12 @@ class Client:
         self.engine = Engine(options, source, progress)
 
     def close(self) -> None:
-        """Stop the engine, and write its timeline if that was asked for. Can be called again."""
+        """Stop the engine, and write its timeline if that was asked for. Can be called again.
+
+        Does nothing in a forked process: the engine, the template process and the timeline are the parent's.
+        """
+        if not self.engine.in_this_process:
+            return
         self.engine.close()
         if self._chat is not None:
             self._chat.close()
@@ -134,6 +139,7 @@ class Client:
         """Token ids of a conversation, ready for the assistant's turn. Raises InvalidRequest."""
         if self._chat is None:
             raise InvalidRequest(self._no_tokenizer)
+        self.engine.check_process()  # the template process answers one process
         return self._chat.encode(
             messages,
             self._most,

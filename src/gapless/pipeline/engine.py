@@ -121,7 +121,7 @@ class Engine:
         With `generated`, tokens that another engine already sampled for it with the same seed, the request goes on
         after them; they count as generated, not as prompt.
         """
-        self._check_process()
+        self.check_process()
         with self._lock:
             number = self._num_requests
             seed = params.seed if params.seed is not None else derive_seed(self.options.seed, number)
@@ -135,7 +135,7 @@ class Engine:
 
         `on_start` is called on the loop's thread before the request gets a row, and again after a preemption.
         """
-        self._check_process()
+        self.check_process()
         with self._lock:
             if self._closing:
                 raise EngineClosed("the engine is closed") from self._error
@@ -236,7 +236,8 @@ class Engine:
         """False in a child made by `os.fork`, which has no thread of the engine."""
         return os.getpid() == self._pid
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """Raise EngineClosed in a forked child."""
         if not self.in_this_process:
             raise EngineClosed("the engine's threads do not exist in a forked process; load the model after the fork")
 
