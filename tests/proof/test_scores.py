@@ -16,7 +16,7 @@ from gapless.core.params import SamplingParams
 from gapless.core.scheduler import Scheduler
 from gapless.proof.judge import Judge
 from gapless.proof.report import Tally
-from gapless.proof.scores import ROUNDING, Asked, Scores, is_near
+from gapless.proof.scores import ROUNDING, Asked, RequestScores, is_near
 from gapless.proof.stage import ModelStage
 from gapless.runner.step import Targets
 
@@ -62,9 +62,9 @@ def test_what_is_near(changes: dict[str, object], rounding: float, near: bool) -
 
 
 def test_what_was_cut_off_may_be_missing_in_the_prompt_and_nowhere_else() -> None:
-    right = Scores((SCORE, SCORE), (None, SCORE, SCORE))
+    right = RequestScores((SCORE, SCORE), (None, SCORE, SCORE))
     params = replace(PARAMS, logprobs=4, prompt_logprobs=4)
-    cut = Asked(params, Scores((), (None, SCORE, None)), right, 0, is_whole=False)
+    cut = Asked(params, RequestScores((), (None, SCORE, None)), right, 0, is_whole=False)
     assert cut.compare(0) == (1, None)
     assert replace(cut, is_whole=True).compare(0)[1].startswith("prompt token 3 has no log-probability, alone -1.5")
     assert replace(cut, num_tokens=1).compare(0)[1].startswith("token 1 has no log-probability")

@@ -312,10 +312,11 @@ class Scheduler:
         if (missing := tokens < 0).any():  # NO_SAMPLE
             finished += [self._finish_without_sample(row) for row in sampled[missing].tolist()]
             sampled, tokens = sampled[~missing], tokens[~missing]
-        rows.tokens[sampled, rows.num_tokens[sampled]] = tokens
-        rows.num_tokens[sampled] += 1
+        known = rows.num_tokens[sampled]
+        total = known + 1
+        rows.tokens[sampled, known] = tokens
+        rows.num_tokens[sampled] = total
         rows.pending[sampled] -= 1
-        total = rows.num_tokens[sampled]
         self.counters.num_generated += len(sampled)
         self._register_full(sampled, total)
         progress = self._progress(sampled, tokens)
