@@ -31,7 +31,8 @@ def has(text: list[int], fault: list[int]) -> bool:
 
 
 def faulty(step: Any) -> Any:
-    def run(self: Any, plan: Any, *rest: Any) -> None:
+    def run(self: Any, filled: Any, *rest: Any) -> None:
+        plan = filled.plan
         if asks_for(plan, KILLS):
             os.kill(os.getpid(), signal.SIGKILL)
         if asks_for(plan, HANGS):
@@ -39,7 +40,7 @@ def faulty(step: Any) -> Any:
         if asks_for(plan, RAISES):
             raise RuntimeError("the device said no")
         time.sleep(STEP_S)
-        step(self, plan, *rest)
+        step(self, filled, *rest)
 
     return run
 

@@ -15,9 +15,9 @@ from gapless import LLM, AsyncLLM, SamplingParams
 from gapless.bench import workload_jobs, workloads
 from gapless.cli import main
 from gapless.commands import EXIT_INTERRUPTED
-from gapless.core.plan import Plan
 from gapless.errors import ConfigError
 from gapless.report import OverlapMeter, idle_line
+from gapless.runner.fill import Filled
 from gapless.runner.runner import Runner
 from tiny import CPU
 
@@ -98,10 +98,10 @@ def test_a_run_that_fails_is_traced_and_told(
 ) -> None:
     original = Runner.step
 
-    def step(self: Runner, plan: Plan, *rest: Any) -> None:
-        if plan.step == 9:
+    def step(self: Runner, filled: Filled, *rest: Any) -> None:
+        if filled.plan.step == 9:
             raise RuntimeError("made to fail")
-        original(self, plan, *rest)
+        original(self, filled, *rest)
 
     out, flags = tmp_path / "T.json", ["--model", str(tiny_dir), "--depth", "2", "--no-native", *SMALL]
     with patch.object(Runner, "step", step):
