@@ -13,21 +13,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 from gapless.core.block_pool import BlockPool
+from gapless.core.block_tables import BlockTables
 from gapless.core.limits import Limits, check_fits
-from gapless.core.making import Making
 from gapless.core.outcome import Commit, Counters, Finished, Progress, token_logprob
 from gapless.core.pace import Pace
 from gapless.core.plan import NO_SEATS, NOTHING, Chunk, Plan, score_width
-from gapless.core.prefix_index import ROOT, PrefixIndex
+from gapless.core.prefix_index import PrefixIndex
+from gapless.core.prefix_sharing import PrefixSharing
 from gapless.core.request import IntArray, LongArray, Request, RowTable, int_array
 from gapless.core.row_fields import need
+from gapless.core.scoring import Scoring
 from gapless.errors import InvalidRequest, ModelError
 
 MIN_TOKENS = need("min_total")
-NO_BLOCKS = np.empty((0, 3), np.int32)
 NOT_FINITE = "the weights are damaged, or their data type overflows: try dtype float32"
 
 
@@ -46,12 +46,14 @@ class Scheduler:
         self._announce = announce
         self.rows = RowTable(limits.num_rows, limits.max_model_len, limits.block_size)
         self.pool = BlockPool(limits.num_blocks, PrefixIndex(limits.block_size))
+        self.tables = BlockTables(self.rows, self.pool, limits.block_size)
+        self.sharing = PrefixSharing(self.rows, self.pool, limits.block_size, enabled=limits.prefix_cache)
+        self.scoring = Scoring(self.rows)
         self.counters = Counters()
         self._waiting: OrderedDict[str, Request] = OrderedDict()  # by arrival
         self._prefilling: list[int] = []  # rows, by arrival
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
-        self._new_blocks: list[tuple[int, int, int]] = []  # of the plan in the making
         self._preempted: set[int] = set()  # rows lost while the plan was made
         self._last_purged_step = 0  # the last one planned when a failure threw all KV away
 
@@ -92,7 +94,7 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """Plan the next step, or None when nothing can run before something in flight comes back."""
-        self._new_blocks.clear()
+        self.tables.begin_plan()
         self._preempted.clear()
         decodes = self._plan_decodes()
         budget = self._budget(decodes)
@@ -101,7 +103,7 @@ class Scheduler:
             if row in self._preempted:
                 continue
             budget -= self._plan_chunk(row, budget, chunks)
-        seats = self._admit(budget, chunks) if not self._preempted else []
+        seats = self._admit(budget, chunks) if self._waiting and not self._preempted else []
         if self._preempted:  # later arrivals gave way after they were planned
             decodes = decodes[self.rows.decoding[decodes]]
             chunks = [chunk for chunk in chunks if chunk.row not in self._preempted]
@@ -135,39 +137,14 @@ class Scheduler:
         count = self._grow(row, min(known, start + budget)) if budget > 0 else 0
         if count > 0:
             tokens = int_array(self.rows.tokens[row, start : start + count].copy())
-            targets, scored_from = self._targets(row, start, start + count)
+            targets, scored_from = self.scoring.targets(row, start, start + count)
             samples = start + count == known
             chunks.append(Chunk(row, int(self.rows.epoch[row]), start, tokens, samples, targets, scored_from))
         return count
 
-    def _targets(self, row: int, start: int, end: int) -> tuple[IntArray, int]:
-        """Prompt tokens that follow these positions and whose log-probabilities are still wanted, and where they start.
-
-        A row's chunks run in order from a cursor that lies no further than what is known, so that nothing is left out.
-        """
-        request = self.rows.request[row]
-        if request is None or not request.lacks_prompt_scores:
-            return NOTHING, 0
-        first = max(start, request.num_prompt_scores)
-        return request.prompt[first + 1 : end + 1], first
-
     def _grow(self, row: int, length: int) -> int:
-        """Give the row blocks up to `length` tokens, at later arrivals' cost; return how many fit past its cursor."""
-        size, count = self.limits.block_size, int(self.rows.num_blocks[row])
-        while count * size < length:
-            block = self.pool.allocate()
-            if block is None:
-                if not self._preempt_after(int(self.rows.arrival[row])):
-                    break
-                continue
-            self._append_block(row, count, block)
-            count += 1
-        return max(0, min(length, count * size) - int(self.rows.cursor[row]))
-
-    def _append_block(self, row: int, index: int, block: int) -> None:
-        self.rows.blocks[row, index] = block
-        self.rows.num_blocks[row] = index + 1
-        self._new_blocks.append((row, index, block))
+        """Give the row blocks for `length` tokens, at later arrivals' cost; return how many fit past its cursor."""
+        return self.tables.grow(row, length, lambda: self._preempt_after(int(self.rows.arrival[row])))
 
     def _preempt_after(self, arrival: int) -> bool:
         """Make the latest arrival give way, if it came after this one."""
@@ -186,14 +163,13 @@ class Scheduler:
     def _admit(self, budget: int, chunks: list[Chunk]) -> list[int]:
         """Give rows to requests that wait, and return the rows."""
         seats: list[int] = []
-        making = self._making(chunks) if self._waiting and self.limits.prefix_cache else None
+        self.sharing.begin_plan(chunk.row for chunk in chunks)
         while self._waiting and budget > 0 and self.rows.num_free:
             request = next(iter(self._waiting.values()))
-            blocks, entry = self._match(request)
-            found = len(blocks) * self.limits.block_size
-            if making is not None and making.is_worth_a_step(_findable(request), found, entry):
+            blocks, entry = self.sharing.match(request)
+            if self.sharing.should_wait(request, len(blocks) * self.limits.block_size, entry):
                 break
-            if seats and len(self._new_blocks) + len(blocks) > self.limits.max_found_blocks:
+            if seats and self.tables.num_new + len(blocks) > self.limits.max_found_blocks:
                 break
             needed = -(-len(request.tokens) // self.limits.block_size) - len(blocks)
             if needed > self.pool.num_available - self.pool.num_idle(blocks):
@@ -202,31 +178,16 @@ class Scheduler:
             del self._waiting[request.id]
             row = self._seat(request, blocks, entry)
             budget -= self._plan_chunk(row, budget, chunks)
-            if making is not None:
-                making.add(row)
+            self.sharing.add_to_plan(row)
             seats.append(row)
         return seats
 
-    def _making(self, chunks: list[Chunk]) -> Making:
-        making = Making(self.rows, self.limits.block_size)
-        for chunk in chunks:
-            making.add(chunk.row)
-        return making
-
-    def _match(self, request: Request) -> tuple[list[int], int]:
-        if not self.limits.prefix_cache:
-            return [], ROOT
-        tokens = _findable(request)
-        return self.pool.index.match(tokens, len(tokens))
-
     def _seat(self, request: Request, blocks: list[int], entry: int) -> int:
         row = self.rows.seat(request)
-        self.pool.share(blocks)
-        for index, block in enumerate(blocks):
-            self._append_block(row, index, block)
+        self.tables.share(row, blocks)
         cached = len(blocks) * self.limits.block_size
         self.rows.cursor[row] = cached
-        self.rows.chain[row], self.rows.num_chained[row] = entry, len(blocks)
+        self.sharing.adopt(row, len(blocks), entry)
         self._prefilling.append(row)
         if not request.was_admitted:
             request.was_admitted = True
@@ -242,20 +203,20 @@ class Scheduler:
         sampling = [chunk.row for chunk in chunks if chunk.samples]
         for chunk in chunks:
             rows.cursor[chunk.row] = chunk.length
-            self._register(chunk.row)
+            self.sharing.register(chunk.row)
         for row in sampling:
             self._prefilling.remove(row)
         rows.decoding[sampling] = True
         rows.cursor[decodes] += 1
         samples = np.concatenate((decodes, sampling)).astype(np.int64) if sampling else decodes
         rows.pending[samples] += 1
-        score_samples, num_top = self._wanted_scores(samples, chunks)
+        score_samples, num_top = self.scoring.wanted(samples, chunks)
         self.counters.num_steps += 1
         plan = Plan(
             step=self.counters.num_steps,
             decode_rows=decodes.astype(np.int32),
             chunks=tuple(chunks),
-            new_blocks=self._take_new_blocks(),
+            new_blocks=self.tables.take_new(self._preempted),
             sample_rows=samples.astype(np.int32),
             sample_epochs=rows.epoch[samples],
             max_decode_length=int(rows.cursor[decodes].max()) if len(decodes) else 0,
@@ -277,24 +238,6 @@ class Scheduler:
             needs -= MIN_TOKENS if not (promised < rows.min_total[samples]).any() else 0
         return needs
 
-    def _wanted_scores(self, samples: LongArray, chunks: list[Chunk]) -> tuple[IntArray, int]:
-        """Which samples want log-probabilities, and how many likeliest tokens anybody in the step wants."""
-        rows = self.rows
-        if rows.num_scoring == 0:
-            return NOTHING, 0
-        wanted = rows.num_logprobs[samples]
-        most = max(int(wanted.max(initial=-1)), 0)
-        for chunk in chunks:
-            if len(chunk.targets):
-                request = rows.request[chunk.row]
-                assert request is not None
-                most = max(most, request.params.prompt_logprobs or 0)
-        return np.flatnonzero(wanted >= 0).astype(np.int32), most
-
-    def _take_new_blocks(self) -> IntArray:
-        kept = [entry for entry in self._new_blocks if entry[0] not in self._preempted]
-        return np.array(kept, np.int32) if kept else NO_BLOCKS
-
     # -- facts ---------------------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, results: IntArray) -> Commit:
@@ -304,7 +247,7 @@ class Scheduler:
         sampled, tokens = plan.sample_rows, results[: plan.num_samples]
         live = rows.epoch[sampled] == plan.sample_epochs
         if plan.num_scores:
-            self._keep_scores(plan, live, results[plan.num_samples :].reshape(-1, score_width(plan.num_top)))
+            self.scoring.keep(plan, live, results[plan.num_samples :].reshape(-1, score_width(plan.num_top)))
         if not live.all():
             self.counters.num_overrun += int(len(live) - live.sum())
             sampled, tokens = sampled[live], tokens[live]
@@ -318,7 +261,7 @@ class Scheduler:
         rows.num_tokens[sampled] = total
         rows.pending[sampled] -= 1
         self.counters.num_generated += len(sampled)
-        self._register_full(sampled, total)
+        self.sharing.register_full(sampled, total)
         progress = self._progress(sampled, tokens)
         stopped = (tokens[:, None] == rows.stop_ids[sampled]).any(axis=1) & (total >= rows.min_total[sampled])
         over = stopped | (total >= rows.limit[sampled])
@@ -365,37 +308,6 @@ class Scheduler:
         pairs = zip(sampled[streaming].tolist(), tokens[streaming].tolist(), strict=True)
         return tuple(_progress(request, token) for row, token in pairs if (request := self.rows.request[row]))
 
-    def _keep_scores(self, plan: Plan, live: npt.NDArray[np.bool_], scores: IntArray) -> None:
-        """Give each request its own; copies, so that none keeps a whole step's in memory."""
-        rows, wanting = self.rows, plan.score_samples
-        kept = live[wanting]
-        for row, score in zip(plan.sample_rows[wanting[kept]].tolist(), scores[: len(wanting)][kept], strict=True):
-            request = rows.request[row]
-            assert request is not None
-            request.scores.append(score.copy())
-        end = len(wanting)
-        for chunk in plan.chunks:
-            start, end = end, end + len(chunk.targets)
-            request = rows.request[chunk.row]
-            if end > start and request is not None and rows.epoch[chunk.row] == chunk.epoch:
-                request.prompt_scores.append(scores[start:end].copy())
-
-    def _register_full(self, sampled: IntArray, total: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
-        if self.limits.prefix_cache:
-            for row in sampled[(total - 1) % self.limits.block_size == 0].tolist():
-                self._register(row)
-
-    def _register(self, row: int) -> None:
-        """Let others find the row's blocks that are full of facts and written by a planned or launched step."""
-        if not self.limits.prefix_cache:
-            return
-        rows, size = self.rows, self.limits.block_size
-        full = min(int(rows.cursor[row]), int(rows.num_tokens[row])) // size
-        for index in range(rows.num_chained[row], full):
-            tokens = rows.tokens[row, index * size : (index + 1) * size]
-            rows.chain[row] = self.pool.index.insert(rows.chain[row], tokens, int(rows.blocks[row, index]))
-        rows.num_chained[row] = max(full, rows.num_chained[row])
-
     def _finish(self, request: Request, reason: str, error: BaseException | None = None) -> Finished:
         if request.row >= 0:
             self._leave_row(request)
@@ -412,11 +324,10 @@ class Scheduler:
 
     def _leave_row(self, request: Request) -> None:
         row = request.row
-        blocks: list[int] = self.rows.blocks[row, : self.rows.num_blocks[row]].tolist()
         if not self.rows.decoding[row]:
             self._prefilling.remove(row)
         self.rows.unseat(request)
-        self.pool.release(blocks)
+        self.tables.release(row)
 
     # -- invariants ----------------------------------------------------------------------------------------------
 
@@ -424,21 +335,13 @@ class Scheduler:
         """Assert that rows and blocks are conserved. For tests and the checking mode."""
         self.rows.check()
         seated = [request.row for request in self._requests.values() if request.row >= 0]
-        self.pool.check([self.rows.blocks[row, : self.rows.num_blocks[row]].tolist() for row in seated])
+        self.pool.check([self.tables.blocks_of(row) for row in seated])
         assert len(seated) == self.rows.num_rows - self.rows.num_free == self.num_running
         assert self._prefilling == [row for row in _by_arrival(self.rows, seated) if not self.rows.decoding[row]]
         known = [self.rows.num_chained[row] * self.limits.block_size <= self.rows.num_tokens[row] for row in seated]
         assert all(known), "a block can be found whose tokens nobody knows yet"
         arrivals = [request.arrival for request in self._waiting.values()]
         assert arrivals == sorted(arrivals), "the queue lost its order"
-
-
-def _findable(request: Request) -> IntArray:
-    """Its first tokens, those that may come from the cache."""
-    length = len(request.tokens) - 1  # one is left to compute: its logits
-    if request.lacks_prompt_scores:  # positions that are found in the cache have no logits
-        length = min(length, request.num_prompt_scores)
-    return request.tokens[:length]
 
 
 def _progress(request: Request, token: int) -> Progress:
