@@ -192,10 +192,12 @@ def drive(
     depth: int = 1,
     aborts: Mapping[int, Sequence[str]] | None = None,
     failures: Collection[int] = (),
+    holds: Mapping[int, Sequence[tuple[str, int]]] | None = None,
 ) -> Run:
-    """Run a workload: in turn n requests arrive and are aborted, a step is planned, and perhaps one is settled."""
+    """Run a workload: in turn n requests arrive, are aborted and held, a step is planned, and one may be settled."""
     run = Run(Scheduler(limits), FakeExecutor(limits, failures))
-    bound = turn_bound(arrivals, aborts or {}, depth) * (1 + len(failures))
+    held = sum(first + count for first, pairs in (holds or {}).items() for _, count in pairs)
+    bound = turn_bound(arrivals, aborts or {}, depth) * (1 + len(failures)) + held
     in_flight: deque[Ticket] = deque()
     while run.num_turns <= max(arrivals) or run.scheduler.has_requests or in_flight:
         assert run.num_turns <= bound, f"more than {bound} turns: somebody starves"
@@ -203,9 +205,20 @@ def drive(
             run.scheduler.add(request)
         for id in (aborts or {}).get(run.num_turns, ()):
             run.take(run.scheduler.abort(id))
+        hold_and_release(run.scheduler, holds or {}, run.num_turns)
         run.num_turns += 1
         turn(run, in_flight, depth)
     return run
+
+
+def hold_and_release(scheduler: Scheduler, holds: Mapping[int, Sequence[tuple[str, int]]], number: int) -> None:
+    """In turn n, each of `holds[n]` is held for so many turns."""
+    for first, pairs in holds.items():
+        for id, count in pairs:
+            if number == first:
+                scheduler.hold(id, "for a test")
+            if number == first + count:
+                scheduler.release(id)
 
 
 def turn(run: Run, in_flight: deque[Ticket], depth: int) -> None:

@@ -12,6 +12,7 @@ import gapless.core.scheduler
 import gapless.runner.fill
 import gapless.runner.runner
 import gapless.runner.step
+from gapless.core.outcome import token_logprob
 from gapless.core.plan import NOTHING, Plan, score_width
 from gapless.core.prefix_sharing import PrefixSharing
 from gapless.core.request import IntArray, Request
@@ -138,13 +139,13 @@ def _(original):
     return wanted
 
 
-@fault("a stream has the log-probability of the token before", gapless.core.scheduler, "_progress")
+@fault("a stream has the log-probability of the token before", gapless.core.scheduler, "progress_of")
 def _(original):
     def progress(request: Request, token: int):
         found = original(request, token)
         if found.logprob is None or len(request.scores) < 2:
             return found
-        late = gapless.core.scheduler.token_logprob(token, request.scores[-2], request.params.logprobs)
+        late = token_logprob(token, request.scores[-2], request.params.logprobs)
         return replace(found, logprob=late)
 
     return progress

@@ -89,6 +89,10 @@ class PrefixSharing:
             for row in rows[(num_tokens - 1) % self._size == 0].tolist():
                 self.register(row)
 
+    def check(self, rows: Iterable[int]) -> None:
+        """Assert that nobody can find a block whose tokens nobody knows yet."""
+        assert all(self._rows.num_chained[row] * self._size <= self._rows.num_tokens[row] for row in rows)
+
 
 def findable(request: Request) -> IntArray:
     """Its first tokens, those that may come from the cache."""

@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gapless.core.params import SamplingParams
-from gapless.core.row_fields import SEAT, write_seat
+from gapless.core.row_fields import SEAT, need, write_seat
 from gapless.errors import InvalidRequest
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
+MIN_TOKENS = need("min_total")
 
 
 @dataclass(eq=False, slots=True)
@@ -90,6 +91,7 @@ class RowTable:
         self.cursor = np.zeros(num_rows, np.int64)
         self.pending = np.zeros(num_rows, np.int64)
         self.limit = np.zeros(num_rows, np.int64)
+        self.ceiling = np.zeros(num_rows, np.int64)  # promises stay below it: the limit, or 0 for a row that is held
         self.epoch = np.zeros(num_rows, np.int64)
         self.decoding = np.zeros(num_rows, np.bool_)  # the next input token lies, or will lie, in the device's row
         self.arrival = np.full(num_rows, -1, np.int64)  # -1: nobody sits here
@@ -119,7 +121,7 @@ class RowTable:
         self.tokens[row, :count] = request.tokens
         self.num_tokens[row] = count
         self.cursor[row] = self.pending[row] = self.num_blocks[row] = 0
-        self.limit[row] = request.limit
+        self.limit[row] = self.ceiling[row] = request.limit
         self.epoch[row] += 1
         self.decoding[row] = False
         self.arrival[row] = request.arrival
@@ -135,6 +137,13 @@ class RowTable:
     def seat_words(self, rows: list[int]) -> IntArray:
         """The seats of these rows [len(rows), SEAT_WORDS], as a plan carries them."""
         return self.seats[rows].view(np.int32).reshape(len(rows), -1)
+
+    def needs_of(self, rows: LongArray) -> int:
+        """Fields that any of these rows needs. A minimum length that its promises reach is no need any more."""
+        needs = int(np.bitwise_or.reduce(self.needs[rows]))
+        if needs & MIN_TOKENS and not (self.num_tokens[rows] + self.pending[rows] < self.min_total[rows]).any():
+            needs -= MIN_TOKENS
+        return needs
 
     def unseat(self, request: Request) -> None:
         """Take the facts back into the request and free its row; whatever is in flight for it is now an overrun."""

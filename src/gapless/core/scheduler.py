@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
 from gapless.core.block_pool import BlockPool
 from gapless.core.block_tables import BlockTables
+from gapless.core.holds import Holds
 from gapless.core.limits import Limits, check_fits
-from gapless.core.outcome import Commit, Counters, Finished, Progress, token_logprob
+from gapless.core.outcome import Commit, Counters, Finished, Progress, not_finite, progress_of
 from gapless.core.pace import Pace
 from gapless.core.plan import NO_SEATS, NOTHING, Chunk, Plan, score_width
 from gapless.core.prefix_index import PrefixIndex
 from gapless.core.prefix_sharing import PrefixSharing
 from gapless.core.request import IntArray, LongArray, Request, RowTable, int_array
-from gapless.core.row_fields import need
 from gapless.core.scoring import Scoring
-from gapless.errors import InvalidRequest, ModelError
-
-MIN_TOKENS = need("min_total")
-NOT_FINITE = "the weights are damaged, or their data type overflows: try dtype float32"
+from gapless.errors import InvalidRequest
 
 
 class Scheduler:
@@ -49,6 +46,7 @@ class Scheduler:
         self.tables = BlockTables(self.rows, self.pool, limits.block_size)
         self.sharing = PrefixSharing(self.rows, self.pool, limits.block_size, enabled=limits.prefix_cache)
         self.scoring = Scoring(self.rows)
+        self.holds = Holds(self.rows)
         self.counters = Counters()
         self._waiting: OrderedDict[str, Request] = OrderedDict()  # by arrival
         self._prefilling: list[int] = []  # rows, by arrival
@@ -81,6 +79,16 @@ class Scheduler:
         self._requests[request.id] = request
         self._waiting[request.id] = request
 
+    def hold(self, request_id: str, reason: str) -> None:
+        """Keep a request out of plans until it is released. Unknown ids are ignored."""
+        if (request := self._requests.get(request_id)) is not None:
+            self.holds.hold(request, reason)
+
+    def release(self, request_id: str) -> None:
+        """Let a request that is held run again."""
+        if (request := self._requests.get(request_id)) is not None:
+            self.holds.release(request)
+
     def abort(self, request_id: str, reason: str = "abort") -> Finished | None:
         """End a request now, whatever is in flight for it. None if it is not here (any more)."""
         request = self._requests.get(request_id)
@@ -100,13 +108,14 @@ class Scheduler:
         budget = self._budget(decodes)
         chunks: list[Chunk] = []
         for row in list(self._prefilling):
-            if row in self._preempted:
-                continue
-            budget -= self._plan_chunk(row, budget, chunks)
+            if row not in self._preempted and self.rows.ceiling[row] > 0:
+                budget -= self._plan_chunk(row, budget, chunks)
         seats = self._admit(budget, chunks) if self._waiting and not self._preempted else []
         if self._preempted:  # later arrivals gave way after they were planned
             decodes = decodes[self.rows.decoding[decodes]]
             chunks = [chunk for chunk in chunks if chunk.row not in self._preempted]
+        if self.holds:
+            self.holds.count_plan()
         if len(decodes) == 0 and not chunks:
             return None
         return self._promise(decodes, chunks, seats)
@@ -120,7 +129,7 @@ class Scheduler:
 
     def _plan_decodes(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         rows = self.rows
-        ready = np.flatnonzero(rows.decoding & (rows.num_tokens + rows.pending < rows.limit))
+        ready = np.flatnonzero(rows.decoding & (rows.num_tokens + rows.pending < rows.ceiling))
         cramped = rows.cursor[ready] >= rows.num_blocks[ready] * self.limits.block_size
         if not cramped.any():
             return ready
@@ -164,8 +173,7 @@ class Scheduler:
         """Give rows to requests that wait, and return the rows."""
         seats: list[int] = []
         self.sharing.begin_plan(chunk.row for chunk in chunks)
-        while self._waiting and budget > 0 and self.rows.num_free:
-            request = next(iter(self._waiting.values()))
+        while budget > 0 and self.rows.num_free and (request := self._first_waiting()) is not None:
             blocks, entry = self.sharing.match(request)
             if self.sharing.should_wait(request, len(blocks) * self.limits.block_size, entry):
                 break
@@ -181,6 +189,9 @@ class Scheduler:
             self.sharing.add_to_plan(row)
             seats.append(row)
         return seats
+
+    def _first_waiting(self) -> Request | None:
+        return next((request for request in self._waiting.values() if request not in self.holds), None)
 
     def _seat(self, request: Request, blocks: list[int], entry: int) -> int:
         row = self.rows.seat(request)
@@ -220,7 +231,7 @@ class Scheduler:
             sample_rows=samples.astype(np.int32),
             sample_epochs=rows.epoch[samples],
             max_decode_length=int(rows.cursor[decodes].max()) if len(decodes) else 0,
-            needs=self._needs(samples),
+            needs=rows.needs_of(samples),
             seat_rows=np.array(seats, np.int32) if seats else NOTHING,
             seats=rows.seat_words(seats) if seats else NO_SEATS,
             score_samples=score_samples,
@@ -228,15 +239,6 @@ class Scheduler:
         )
         self.pace.begin(plan)
         return plan
-
-    def _needs(self, samples: LongArray) -> int:
-        """What any of the samples needs. A minimum length that is reached is no need any more."""
-        rows = self.rows
-        needs = int(np.bitwise_or.reduce(rows.needs[samples]))
-        if needs & MIN_TOKENS:
-            promised = rows.num_tokens[samples] + rows.pending[samples]
-            needs -= MIN_TOKENS if not (promised < rows.min_total[samples]).any() else 0
-        return needs
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -277,8 +279,7 @@ class Scheduler:
         """End a request whose logits had no largest number."""
         request = self.rows.request[row]
         assert request is not None
-        error = ModelError(f"the logits at position {self.rows.num_tokens[row]} are not finite; {NOT_FINITE}")
-        return self._finish(request, "error", error)
+        return self._finish(request, "error", not_finite(int(self.rows.num_tokens[row])))
 
     def fail(self, plan: Plan, error: BaseException) -> Commit:
         """Settle a step that raised: end its requests, and compute all others again from their facts.
@@ -306,7 +307,7 @@ class Scheduler:
         if not streaming.any():
             return ()
         pairs = zip(sampled[streaming].tolist(), tokens[streaming].tolist(), strict=True)
-        return tuple(_progress(request, token) for row, token in pairs if (request := self.rows.request[row]))
+        return tuple(progress_of(request, token) for row, token in pairs if (request := self.rows.request[row]))
 
     def _finish(self, request: Request, reason: str, error: BaseException | None = None) -> Finished:
         if request.row >= 0:
@@ -314,6 +315,7 @@ class Scheduler:
         else:
             del self._waiting[request.id]
         del self._requests[request.id]
+        self.holds.release(request)
         return Finished(request, reason, error)
 
     def _step_back(self, request: Request) -> None:
@@ -329,27 +331,14 @@ class Scheduler:
         self.rows.unseat(request)
         self.tables.release(row)
 
-    # -- invariants ----------------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Assert that rows and blocks are conserved. For tests and the checking mode."""
         self.rows.check()
-        seated = [request.row for request in self._requests.values() if request.row >= 0]
-        self.pool.check([self.tables.blocks_of(row) for row in seated])
+        seated = [request for request in self._requests.values() if request.row >= 0]
+        self.pool.check([self.tables.blocks_of(request.row) for request in seated])
         assert len(seated) == self.rows.num_rows - self.rows.num_free == self.num_running
-        assert self._prefilling == [row for row in _by_arrival(self.rows, seated) if not self.rows.decoding[row]]
-        known = [self.rows.num_chained[row] * self.limits.block_size <= self.rows.num_tokens[row] for row in seated]
-        assert all(known), "a block can be found whose tokens nobody knows yet"
+        by_arrival = sorted(seated, key=lambda request: request.arrival)
+        assert self._prefilling == [request.row for request in by_arrival if not self.rows.decoding[request.row]]
+        self.sharing.check(request.row for request in seated)
         arrivals = [request.arrival for request in self._waiting.values()]
         assert arrivals == sorted(arrivals), "the queue lost its order"
-
-
-def _progress(request: Request, token: int) -> Progress:
-    num_top = request.params.logprobs
-    if num_top is None:
-        return Progress(request, token)
-    return Progress(request, token, token_logprob(token, request.scores[-1], num_top))
-
-
-def _by_arrival(rows: RowTable, seated: Iterable[int]) -> list[int]:
-    return sorted(seated, key=lambda row: int(rows.arrival[row]))
