@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from fault import Table
 
-import gapless.core.scheduler
+import gapless.core.facts
 import gapless.runner.fill
 import gapless.runner.runner
 import gapless.runner.step
@@ -139,7 +139,7 @@ def _(original):
     return wanted
 
 
-@fault("a stream has the log-probability of the token before", gapless.core.scheduler, "progress_of")
+@fault("a stream has the log-probability of the token before", gapless.core.facts, "progress_of")
 def _(original):
     def progress(request: Request, token: int):
         found = original(request, token)

@@ -179,9 +179,9 @@ def _(original):
 
 @fault("a preempted row stays in the plan", Scheduler, "_promise")
 def _(original):
-    def promise(self: Scheduler, decodes, chunks, seats) -> Plan:
+    def promise(self: Scheduler, decodes, widths, chunks, seats) -> Plan:
         gone = [row for row in sorted(self._preempted) if row not in decodes and not self.rows.decoding[row]]
-        return original(self, np.sort(np.concatenate((decodes, np.array(gone, np.int64)))), chunks, seats)
+        return original(self, np.sort(np.concatenate((decodes, np.array(gone, np.int64)))), widths, chunks, seats)
 
     return promise
 
@@ -340,8 +340,8 @@ def _(original):
 
 @fault("the sampler is told of minimum lengths one step late", Scheduler, "_promise")
 def _(original):
-    def promise(self: Scheduler, decodes, chunks, seats) -> Plan:
-        plan = original(self, decodes, chunks, seats)
+    def promise(self: Scheduler, decodes, widths, chunks, seats) -> Plan:
+        plan = original(self, decodes, widths, chunks, seats)
         late, self.late = getattr(self, "late", 0), plan.needs & need("min_total")
         return replace(plan, needs=plan.needs & ~need("min_total") | late)
 

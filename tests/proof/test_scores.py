@@ -11,9 +11,9 @@ from three_asks import Inexact, schedule_of, stage, three_asks
 
 import gapless.runner.runner
 import gapless.runner.step
+from gapless.core.facts import Facts
 from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
-from gapless.core.scheduler import Scheduler
 from gapless.proof.judge import Judge
 from gapless.proof.report import Tally
 from gapless.proof.scores import ROUNDING, Asked, RequestScores, is_near
@@ -109,13 +109,13 @@ def test_a_wrong_log_probability_is_found_and_told(stage: ModelStage, kind: str,
 
 
 def test_a_stream_must_tell_what_the_request_ends_with(stage: ModelStage) -> None:
-    judge, original = judge_of(stage, "alone"), Scheduler._progress
+    judge, original = judge_of(stage, "alone"), Facts._progress
 
-    def progress(self: Scheduler, sampled, tokens):
+    def progress(self: Facts, sampled, tokens):
         found = original(self, sampled, tokens)
         return tuple(replace(news, logprob=replace(news.logprob, rank=99)) for news in found)
 
-    with patch.object(Scheduler, "_progress", progress):
+    with patch.object(Facts, "_progress", progress):
         trouble = judge.verdict(SCHEDULE).trouble
     assert trouble is not None
     assert "streamed something else than it ended with" in trouble.message

@@ -16,11 +16,12 @@ import numpy as np
 
 from gapless.core.block_pool import BlockPool
 from gapless.core.block_tables import BlockTables
+from gapless.core.facts import Facts
 from gapless.core.holds import Holds
 from gapless.core.limits import Limits, check_fits
-from gapless.core.outcome import Commit, Counters, Finished, Progress, not_finite, progress_of
+from gapless.core.outcome import Commit, Counters, Finished
 from gapless.core.pace import Pace
-from gapless.core.plan import NO_SEATS, NOTHING, Chunk, Plan, score_width
+from gapless.core.plan import NO_SEATS, NOTHING, Chunk, Plan
 from gapless.core.prefix_index import PrefixIndex
 from gapless.core.prefix_sharing import PrefixSharing
 from gapless.core.request import IntArray, LongArray, Request, RowTable, int_array
@@ -48,6 +49,7 @@ class Scheduler:
         self.scoring = Scoring(self.rows)
         self.holds = Holds(self.rows)
         self.counters = Counters()
+        self.facts = Facts(self.rows, self.sharing, self.scoring, self.counters, self._finish)
         self._waiting: OrderedDict[str, Request] = OrderedDict()  # by arrival
         self._prefilling: list[int] = []  # rows, by arrival
         self._requests: dict[str, Request] = {}
@@ -105,20 +107,22 @@ class Scheduler:
         self.tables.begin_plan()
         self._preempted.clear()
         decodes = self._plan_decodes()
-        budget = self._budget(decodes)
+        widths = self._plan_widths(decodes) if self.rows.num_wide else NOTHING
+        budget = self._budget(decodes) - (int(widths.sum()) - len(decodes) if len(widths) else 0)
         chunks: list[Chunk] = []
         for row in list(self._prefilling):
             if row not in self._preempted and self.rows.ceiling[row] > 0:
                 budget -= self._plan_chunk(row, budget, chunks)
         seats = self._admit(budget, chunks) if self._waiting and not self._preempted else []
         if self._preempted:  # later arrivals gave way after they were planned
-            decodes = decodes[self.rows.decoding[decodes]]
+            kept = self.rows.decoding[decodes]
+            decodes, widths = decodes[kept], widths[kept] if len(widths) else NOTHING
             chunks = [chunk for chunk in chunks if chunk.row not in self._preempted]
         if self.holds:
             self.holds.count_plan()
         if len(decodes) == 0 and not chunks:
             return None
-        return self._promise(decodes, chunks, seats)
+        return self._promise(decodes, widths, chunks, seats)
 
     def _budget(self, decodes: LongArray) -> int:
         """Prompt tokens that the step may have: as many as fit, or fewer where a stream would notice a long step."""
@@ -127,7 +131,7 @@ class Scheduler:
             return min(fits, self.pace.chunk_tokens(len(decodes)))
         return fits
 
-    def _plan_decodes(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _plan_decodes(self) -> LongArray:
         rows = self.rows
         ready = np.flatnonzero(rows.decoding & (rows.num_tokens + rows.pending < rows.ceiling))
         cramped = rows.cursor[ready] >= rows.num_blocks[ready] * self.limits.block_size
@@ -139,6 +143,19 @@ class Scheduler:
             if row not in self._preempted and self._grow(row, int(rows.cursor[row]) + 1) == 0:
                 stalled.append(row)
         return ready[~np.isin(ready, stalled)] if stalled else ready
+
+    def _plan_widths(self, decodes: LongArray) -> IntArray:
+        """How many samples each decode row is promised: its width, where length, blocks and the step have room."""
+        rows, room = self.rows, self.limits.max_batch_tokens - len(decodes)
+        widths = np.ones(len(decodes), np.int32)
+        for index in np.flatnonzero(rows.width[decodes] > 1).tolist():
+            row = int(decodes[index])
+            left = int(rows.ceiling[row] - rows.num_tokens[row] - rows.pending[row])
+            wanted = min(int(rows.width[row]), left, room + 1)
+            if rows.decoding[row] and wanted > 1:  # it may have given way; nobody gives way for a draft
+                widths[index] = self.tables.grow(row, int(rows.cursor[row]) + wanted, lambda: False)
+                room -= int(widths[index]) - 1
+        return widths if (widths > 1).any() else NOTHING
 
     def _plan_chunk(self, row: int, budget: int, chunks: list[Chunk]) -> int:
         start = int(self.rows.cursor[row])
@@ -207,9 +224,7 @@ class Scheduler:
             self.counters.num_cached_tokens += cached
         return row
 
-    def _promise(
-        self, decodes: np.ndarray[tuple[int], np.dtype[np.int64]], chunks: list[Chunk], seats: list[int]
-    ) -> Plan:
+    def _promise(self, decodes: LongArray, widths: IntArray, chunks: list[Chunk], seats: list[int]) -> Plan:
         rows = self.rows
         sampling = [chunk.row for chunk in chunks if chunk.samples]
         for chunk in chunks:
@@ -218,9 +233,11 @@ class Scheduler:
         for row in sampling:
             self._prefilling.remove(row)
         rows.decoding[sampling] = True
-        rows.cursor[decodes] += 1
+        rows.cursor[decodes] += widths if len(widths) else 1
         samples = np.concatenate((decodes, sampling)).astype(np.int64) if sampling else decodes
         rows.pending[samples] += 1
+        if len(widths):
+            rows.pending[decodes] += widths - 1
         score_samples, num_top = self.scoring.wanted(samples, chunks)
         self.counters.num_steps += 1
         plan = Plan(
@@ -232,6 +249,7 @@ class Scheduler:
             sample_epochs=rows.epoch[samples],
             max_decode_length=int(rows.cursor[decodes].max()) if len(decodes) else 0,
             needs=rows.needs_of(samples),
+            decode_widths=widths,
             seat_rows=np.array(seats, np.int32) if seats else NOTHING,
             seats=rows.seat_words(seats) if seats else NO_SEATS,
             score_samples=score_samples,
@@ -243,43 +261,9 @@ class Scheduler:
     # -- facts ---------------------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, results: IntArray) -> Commit:
-        """Settle a step: `results[i]` was sampled for `plan.sample_rows[i]`; the plan's scores follow."""
-        rows = self.rows
+        """Settle a step that came back with these results."""
         self.pace.end(plan)
-        sampled, tokens = plan.sample_rows, results[: plan.num_samples]
-        live = rows.epoch[sampled] == plan.sample_epochs
-        if plan.num_scores:
-            self.scoring.keep(plan, live, results[plan.num_samples :].reshape(-1, score_width(plan.num_top)))
-        if not live.all():
-            self.counters.num_overrun += int(len(live) - live.sum())
-            sampled, tokens = sampled[live], tokens[live]
-        finished: list[Finished] = []
-        if (missing := tokens < 0).any():  # NO_SAMPLE
-            finished += [self._finish_without_sample(row) for row in sampled[missing].tolist()]
-            sampled, tokens = sampled[~missing], tokens[~missing]
-        known = rows.num_tokens[sampled]
-        total = known + 1
-        rows.tokens[sampled, known] = tokens
-        rows.num_tokens[sampled] = total
-        rows.pending[sampled] -= 1
-        self.counters.num_generated += len(sampled)
-        self.sharing.register_full(sampled, total)
-        progress = self._progress(sampled, tokens)
-        stopped = (tokens[:, None] == rows.stop_ids[sampled]).any(axis=1) & (total >= rows.min_total[sampled])
-        over = stopped | (total >= rows.limit[sampled])
-        if not over.any():
-            return Commit(len(sampled), progress, tuple(finished))
-        for row, stop in zip(sampled[over].tolist(), stopped[over].tolist(), strict=True):
-            request = rows.request[row]
-            assert request is not None
-            finished.append(self._finish(request, "stop" if stop else "length"))
-        return Commit(len(sampled), progress, tuple(finished))
-
-    def _finish_without_sample(self, row: int) -> Finished:
-        """End a request whose logits had no largest number."""
-        request = self.rows.request[row]
-        assert request is not None
-        return self._finish(request, "error", not_finite(int(self.rows.num_tokens[row])))
+        return self.facts.settle(plan, results)
 
     def fail(self, plan: Plan, error: BaseException) -> Commit:
         """Settle a step that raised: end its requests, and compute all others again from their facts.
@@ -301,13 +285,6 @@ class Scheduler:
             self._step_back(request)
         self.pool.clear_cache()
         return Commit(0, (), tuple(finished))
-
-    def _progress(self, sampled: IntArray, tokens: IntArray) -> tuple[Progress, ...]:
-        streaming = self.rows.streams[sampled]
-        if not streaming.any():
-            return ()
-        pairs = zip(sampled[streaming].tolist(), tokens[streaming].tolist(), strict=True)
-        return tuple(progress_of(request, token) for row, token in pairs if (request := self.rows.request[row]))
 
     def _finish(self, request: Request, reason: str, error: BaseException | None = None) -> Finished:
         if request.row >= 0:
