@@ -15,7 +15,7 @@ import numpy as np
 from gapless.core.limits import Limits
 from gapless.core.outcome import Commit, Finished, TokenLogprob, completion_logprobs, prompt_logprobs
 from gapless.core.params import SamplingParams
-from gapless.core.plan import Plan
+from gapless.core.plan import NO_MORE, Plan
 from gapless.core.request import IntArray, Request, int_array
 from gapless.core.scheduler import Scheduler
 from gapless.errors import StepFailed
@@ -80,14 +80,28 @@ class FakeExecutor:
             return StepFailed(f"step {plan.step}")
         for row, index, block in plan.new_blocks.tolist():
             self._tables[row, index] = block
-        for row in plan.decode_rows.tolist():
-            self._feed(row, self._length[row], [self._last[row]])
+        decoded = [self._decode(row, width, plan.step) for row, width in decode_segments(plan)]
         for chunk in plan.chunks:
             self._feed(chunk.row, chunk.start, chunk.tokens)
-        rows = plan.sample_rows.tolist()
-        tokens = int_array([next_token(self._history(row)) for row in rows])
-        self._last[rows] = tokens
+        rows = plan.sample_rows[plan.num_decodes :].tolist()
+        tokens = int_array([*(token for tokens in decoded for token in tokens), *map(self._sample, rows)])
         return int_array([*tokens.tolist(), *self._scores(plan, tokens)]) if plan.num_scores else tokens
+
+    def _decode(self, row: int, width: int, step: int) -> list[int]:
+        """Feed what the row holds; of a draft, keep some of the right tokens, and leave junk behind the last."""
+        count = 1 + (step * 7 + row * 3) % width
+        found = []
+        for _ in range(count):
+            self._feed(row, self._length[row], [self._last[row]])
+            found.append(self._sample(row))
+        kept = self._length[row]
+        self._feed(row, kept, [-1] * (width - count))
+        self._length[row] = kept
+        return found + [NO_MORE] * (width - count)
+
+    def _sample(self, row: int) -> int:
+        self._last[row] = next_token(self._history(row))
+        return int(self._last[row])
 
     def _scores(self, plan: Plan, tokens: IntArray) -> list[int]:
         rows = plan.sample_rows
@@ -109,6 +123,11 @@ class FakeExecutor:
     def _history(self, row: int) -> list[int]:
         length = self._length[row]
         return self._kv[self._tables[row, : -(-length // self._size)]].reshape(-1)[:length].tolist()
+
+
+def decode_segments(plan: Plan) -> list[tuple[int, int]]:
+    """Decode rows and their widths."""
+    return list(zip(plan.decode_rows.tolist(), plan.sample_widths.tolist()[: plan.num_decodes], strict=True))
 
 
 def make_limits(**changes: int | bool) -> Limits:
@@ -192,10 +211,12 @@ def drive(
     depth: int = 1,
     aborts: Mapping[int, Sequence[str]] | None = None,
     failures: Collection[int] = (),
+    holds: Mapping[int, Sequence[tuple[str, int]]] | None = None,
 ) -> Run:
-    """Run a workload: in turn n requests arrive and are aborted, a step is planned, and perhaps one is settled."""
+    """Run a workload: in turn n requests arrive, are aborted and held, a step is planned, and one may be settled."""
     run = Run(Scheduler(limits), FakeExecutor(limits, failures))
-    bound = turn_bound(arrivals, aborts or {}, depth) * (1 + len(failures))
+    held = sum(first + count for first, pairs in (holds or {}).items() for _, count in pairs)
+    bound = turn_bound(arrivals, aborts or {}, depth) * (1 + len(failures)) + held
     in_flight: deque[Ticket] = deque()
     while run.num_turns <= max(arrivals) or run.scheduler.has_requests or in_flight:
         assert run.num_turns <= bound, f"more than {bound} turns: somebody starves"
@@ -203,9 +224,20 @@ def drive(
             run.scheduler.add(request)
         for id in (aborts or {}).get(run.num_turns, ()):
             run.take(run.scheduler.abort(id))
+        hold_and_release(run.scheduler, holds or {}, run.num_turns)
         run.num_turns += 1
         turn(run, in_flight, depth)
     return run
+
+
+def hold_and_release(scheduler: Scheduler, holds: Mapping[int, Sequence[tuple[str, int]]], number: int) -> None:
+    """In turn n, each of `holds[n]` is held for so many turns."""
+    for first, pairs in holds.items():
+        for id, count in pairs:
+            if number == first:
+                scheduler.hold(id, "for a test")
+            if number == first + count:
+                scheduler.release(id)
 
 
 def turn(run: Run, in_flight: deque[Ticket], depth: int) -> None:

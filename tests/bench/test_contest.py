@@ -12,33 +12,33 @@ from pathlib import Path
 import pytest
 
 from gapless.bench import contest
-from gapless.bench.contest import Child, Start, is_installed, run_contest
-from gapless.bench.job import Contender, Failure, Job, Ready, Round, Task
+from gapless.bench.contest import Child, TaskStart, is_installed, run_contest
+from gapless.bench.job import BenchJob, Contender, ContestTask, EngineFailure, EngineLoaded, Round
 
 HEAD = """
 import json, os, subprocess, sys, time
 def say(kind, **values): print(json.dumps({"kind": kind, **values}), flush=True)
-def ready(): say("Ready", version="1", weights="fp32")
+def ready(): say("EngineLoaded", version="1", weights="fp32")
 def done(seconds=1.0): say("Round", seconds=seconds, peak_bytes=1, tokens=[[1]], overlap=None)
 def note(text): open(os.path.join(os.path.dirname(__file__), "notes"), "a").write(text + "\\n")
 task = json.loads(sys.stdin.readline())
 """
-JOB = Job("m", 1, 1, [[1]])
-Fake = Callable[[str, str], Start]
+JOB = BenchJob("m", 1, 1, [[1]])
+Fake = Callable[[str, str], TaskStart]
 
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Fake:
     """Makes a start whose worker runs this body after reading its task."""
 
-    def make(name: str, body: str) -> Start:
+    def make(name: str, body: str) -> TaskStart:
         script = tmp_path / f"{name}.py"
         script.write_text(HEAD + body)
         python = tmp_path / name
         python.write_text(f"#!/bin/sh\nexec {sys.executable} -S {script}\n")
         python.chmod(0o755)
         contender = Contender(name, name, name, name, "fp32")
-        return Start(Task(JOB, contender, "", "fp32", 1), str(python))
+        return TaskStart(ContestTask(JOB, contender, "", "fp32", 1), str(python))
 
     return make
 
@@ -48,7 +48,7 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "SETTLE_S", 0.0)
 
 
-def child_of(start: Start, tmp_path: Path) -> Child:
+def child_of(start: TaskStart, tmp_path: Path) -> Child:
     return Child(start.python, 1, tmp_path / "log")
 
 
@@ -78,7 +78,7 @@ def test_engines_take_turns_and_warm_up_rounds_do_not_count(fake: Fake, tmp_path
 def test_one_engines_failure_does_not_stop_the_others(fake: Fake, tmp_path: Path) -> None:
     good = "ready()\nfor line in sys.stdin: done()\n"
     starts = [
-        fake("refuses", "say('Failure', error='ImportError: no such thing')"),
+        fake("refuses", "say('EngineFailure', error='ImportError: no such thing')"),
         fake("dies", "ready(); sys.stdin.readline(); print('last words', file=sys.stderr); os._exit(3)"),
         fake("killed", "os.kill(os.getpid(), 9)"),
         fake("good", good),
@@ -101,14 +101,14 @@ def test_what_an_engine_prints_goes_to_its_log(fake: Fake, tmp_path: Path) -> No
 
 def test_silence_is_a_failure(fake: Fake, tmp_path: Path) -> None:
     with child_of(fake("silent", "time.sleep(60)"), tmp_path) as child:
-        assert child.ask("{}\n", timeout_s=0.05) == Failure("no answer within 0 s")
+        assert child.ask("{}\n", timeout_s=0.05) == EngineFailure("no answer within 0 s")
 
 
 def test_closing_kills_what_the_engine_started(fake: Fake, tmp_path: Path) -> None:
-    body = "p = subprocess.Popen(['sleep', '60']); say('Failure', error=f'{os.getpid()} {p.pid}'); time.sleep(60)"
+    body = "p = subprocess.Popen(['sleep', '60']); say('EngineFailure', error=f'{os.getpid()} {p.pid}'); time.sleep(60)"
     child = child_of(fake("parent", body), tmp_path)
     answer = child.ask("{}\n")
-    assert isinstance(answer, Failure)
+    assert isinstance(answer, EngineFailure)
     child.close()
     child.close()
     assert all(wait_until_gone(int(pid)) for pid in answer.error.split())
@@ -126,9 +126,9 @@ def test_an_interrupt_leaves_no_process(fake: Fake, tmp_path: Path) -> None:
 
 
 def test_children_get_the_number_of_threads(fake: Fake, tmp_path: Path) -> None:
-    start = fake("env", "say('Failure', error=os.environ['OMP_NUM_THREADS'])")
+    start = fake("env", "say('EngineFailure', error=os.environ['OMP_NUM_THREADS'])")
     with Child(start.python, 7, tmp_path / "log") as child:
-        assert child.ask("{}\n") == Failure("7")
+        assert child.ask("{}\n") == EngineFailure("7")
 
 
 def test_modules_are_found_by_the_interpreter_that_is_asked() -> None:
@@ -138,7 +138,7 @@ def test_modules_are_found_by_the_interpreter_that_is_asked() -> None:
 
 def test_answers_are_typed(fake: Fake, tmp_path: Path) -> None:
     with child_of(fake("typed", "ready(); sys.stdin.readline(); done()"), tmp_path) as child:
-        assert child.ask("{}\n") == Ready("1", "fp32")
+        assert child.ask("{}\n") == EngineLoaded("1", "fp32")
         assert child.ask("run\n") == Round(1.0, 1, [[1]], None)
-        assert isinstance(child.ask("run\n"), Failure)
+        assert isinstance(child.ask("run\n"), EngineFailure)
     assert os.getpgrp()  # still here: only the child's own group was killed

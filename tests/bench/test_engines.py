@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gapless.bench.job import Job, Output, Task, random_prompts
+from gapless.bench.job import BenchJob, ContestTask, Output, random_prompts
 from gapless.bench.peers import LOADERS, PEERS, gapless
 from gapless.bench.worker import last_line, run_round
 from tiny import VOCAB_SIZE, greedy
@@ -13,10 +13,10 @@ from tiny import VOCAB_SIZE, greedy
 NUM_TOKENS = 12
 
 
-def task_for(path: Path, name: str, batch: int) -> Task:
-    job = Job(str(path), 1, NUM_TOKENS, random_prompts(3, 9, VOCAB_SIZE))
+def task_for(path: Path, name: str, batch: int) -> ContestTask:
+    job = BenchJob(str(path), 1, NUM_TOKENS, random_prompts(3, 9, VOCAB_SIZE))
     contender = gapless("float32", "2") if name == "gapless" else next(peer for peer in PEERS if peer.name == name)
-    return Task(job, contender, str(path), "fp32", batch)
+    return ContestTask(job, contender, str(path), "fp32", batch)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])

@@ -3,13 +3,13 @@
 import pytest
 
 from gapless.bench.job import (
+    BenchJob,
     Contender,
-    Failure,
-    Job,
+    ContestTask,
+    EngineFailure,
+    EngineLoaded,
     Overlap,
-    Ready,
     Round,
-    Task,
     decode_answer,
     decode_task,
     encode,
@@ -35,27 +35,27 @@ def test_prompts_stay_in_a_small_vocabulary(vocab_size: int) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        Ready("1.0", "bf16"),
+        EngineLoaded("1.0", "bf16"),
         Round(1.5, 2**30, [[1, 2], [3, 4]], Overlap(2, 10, 0, 0.99, None)),
         Round(1.5, 2**30, None, None),
-        Failure("ValueError: a\nb"),
+        EngineFailure("ValueError: a\nb"),
     ],
 )
-def test_answers_cross_the_pipe(answer: Ready | Round | Failure) -> None:
+def test_answers_cross_the_pipe(answer: EngineLoaded | Round | EngineFailure) -> None:
     line = encode(answer)
     assert line.count("\n") == 1
     assert decode_answer(line) == answer
 
 
 def test_tasks_cross_the_pipe() -> None:
-    task = Task(Job("m", 1, 4, [[1, 2], [3, 4], [5, 6]]), CONTENDER, "/m", "fp32", batch=2)
+    task = ContestTask(BenchJob("m", 1, 4, [[1, 2], [3, 4], [5, 6]]), CONTENDER, "/m", "fp32", batch=2)
     assert decode_task(encode(task)) == task
     assert task.waves() == [[[1, 2], [3, 4]], [[5, 6]]]
     assert (task.job.length, task.job.num_tokens) == (6, 12)
 
 
 def test_other_lines_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown answer 'Task'"):
-        decode_answer('{"kind": "Task"}')
-    with pytest.raises(ValueError, match="expected a Task"):
-        decode_task(encode(Failure("no")))
+    with pytest.raises(ValueError, match="unknown answer 'ContestTask'"):
+        decode_answer('{"kind": "ContestTask"}')
+    with pytest.raises(ValueError, match="expected a ContestTask"):
+        decode_task(encode(EngineFailure("no")))

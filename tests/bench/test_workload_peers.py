@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from gapless.bench import workload_peers, workloads
-from gapless.bench.workload_peers import PEER, Task, Timed, _drain, _time
-from gapless.bench.workloads import Row
+from gapless.bench.workload_peers import PEER, PeerTask, PeerTime, _drain, _time
+from gapless.bench.workloads import WorkloadRow
 
 
 class Manager:
@@ -91,11 +91,11 @@ def test_it_warms_up_with_few_tokens_before_the_clock_starts_and_never_flushes(m
         config=SimpleNamespace(_attn_implementation="paged|sdpa"),
         continuous_batching_context_manager=lambda **_: nullcontext(manager),
     )
-    assert _time(model, Task([[1]], [[2, 3]], 300, limit_s=60)) == (7, 5, "paged|sdpa")
+    assert _time(model, PeerTask([[1]], [[2, 3]], 300, limit_s=60)) == (7, 5, "paged|sdpa")
     assert drained == [([[1]], 16, 60), ([[2, 3]], 300, 60)]
     assert manager.stopped == []
     with pytest.raises(RuntimeError, match="no room"):
-        _time(model, Task([[1]], [[9]], 300, limit_s=60))
+        _time(model, PeerTask([[1]], [[9]], 300, limit_s=60))
     assert manager.stopped == [True]
 
 
@@ -107,16 +107,16 @@ def test_errors_of_a_peer_are_raised() -> None:
 
 
 def test_a_peer_gets_the_same_prompts_and_time_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Task] = []
+    given: list[PeerTask] = []
 
-    def peer(path: Path, tasks: Sequence[Task]) -> Iterator[Timed | Exception]:
+    def peer(path: Path, tasks: Sequence[PeerTask]) -> Iterator[PeerTime | Exception]:
         given.extend(tasks)
-        yield Timed(11.0, 32 * 1024, 2.0, 20.0, "paged|flash")
+        yield PeerTime(11.0, 32 * 1024, 2.0, 20.0, "paged|flash")
         yield TimeoutError("stopped after 120 s")
 
     monkeypatch.setattr(workloads, "time_generate_batch", peer)
     row, text = workloads._measure_peer(tmp_path, {"B": 5.0, "C": 1.0, "M": 3.0}, 4.4e12)
-    assert isinstance(row, Row)
+    assert isinstance(row, WorkloadRow)
     assert (row.workload, row.engine, row.depth) == ("B", PEER, None)
     assert row.ms_per_step == pytest.approx(11.0 / 1024 * 1e3)
     assert row.attention == f"attention of {PEER}: paged|flash"
@@ -140,10 +140,10 @@ def test_transformers_does_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.generation_config = transformers.GenerationConfig()
-    seconds, num_tokens, attention = _time(model, Task([[1, 2, 3]], [[4, 5, 6], [7, 8, 9]], 5, limit_s=60))
+    seconds, num_tokens, attention = _time(model, PeerTask([[1, 2, 3]], [[4, 5, 6], [7, 8, 9]], 5, limit_s=60))
     assert num_tokens == 10
     assert seconds > 0
     assert "paged" in attention
     with pytest.raises(TimeoutError, match="stopped after 1 s; 0 of 1 requests of 3000 tokens were done"):
-        _time(model, Task([[1, 2, 3]], [[4, 5, 6]], 3000, limit_s=1))
+        _time(model, PeerTask([[1, 2, 3]], [[4, 5, 6]], 3000, limit_s=1))
     assert workload_peers.is_installed()

@@ -15,20 +15,20 @@ import pytest
 from gapless.bench import workloads
 from gapless.bench.kernels import NUM_STEPS, KernelRow, KernelTable, profiled_tokens
 from gapless.bench.workload_jobs import WORKLOADS, run_bytes, weight_bytes
-from gapless.bench.workloads import Row
+from gapless.bench.workloads import WorkloadRow
 from gapless.cli import main
 from gapless.errors import ConfigError
 
 READ_RATE = 4.40e12
 
 
-def make_row(**changes: Any) -> Row:
+def make_row(**changes: Any) -> WorkloadRow:
     values: dict[str, Any] = {
         "workload": "D", "engine": "Gapless", "seconds": 1.6, "ms_per_step": 1.6, "tokens_per_s": 20000.0,
         "limit_ms": 0.8, "limit_share": 0.5, "start_s": 2.0, "peak_gib": 30.0, "depth": 2, "idle_share": 0.01,
         "host_ms_per_step": 0.2,
     }  # fmt: skip
-    return Row(**{**values, **changes})
+    return WorkloadRow(**{**values, **changes})
 
 
 @pytest.fixture
@@ -90,19 +90,19 @@ def test_steps_are_profiled_after_each_run_and_a_profile_that_fails_costs_nothin
     monkeypatch.setattr(workloads, "_time", lambda llm, name, *_: make_row(workload=name))
     monkeypatch.setattr(workloads, "profile_decode", profile)
     rows = list(workloads.measure(["D", "F", "M"], [2], tmp_path, kernels=True))
-    assert [row.kernels for row in rows if isinstance(row, Row)] == [
+    assert [row.kernels for row in rows if isinstance(row, WorkloadRow)] == [
         table,
         "the profiler saw 0 decode steps begin and 0 end",
         "not profiled, for hardly two steps are alike",
     ]
     assert given == [32, 1]
-    assert [row.kernels for row in workloads.measure(["D"], [2], tmp_path) if isinstance(row, Row)] == [None]
+    assert [row.kernels for row in workloads.measure(["D"], [2], tmp_path) if isinstance(row, WorkloadRow)] == [None]
 
 
 def test_what_was_measured_is_kept_when_a_later_run_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_gpu: None
 ) -> None:
-    def measure(*_: Any, **__: Any) -> Iterator[Row]:
+    def measure(*_: Any, **__: Any) -> Iterator[WorkloadRow]:
         yield make_row()
         raise RuntimeError("the second one failed")
 
@@ -124,7 +124,7 @@ def test_a_peer_that_fails_is_a_line_and_kernels_are_a_table(
 ) -> None:
     asked: dict[str, bool] = {}
 
-    def measure(*_: Any, **flags: bool) -> Iterator[Row | str]:
+    def measure(*_: Any, **flags: bool) -> Iterator[WorkloadRow | str]:
         asked.update(flags)
         yield make_row(kernels=KernelTable(23, 1600.0, 3.0, (KernelRow("decode", 28.0, 25.0, 700.0),)))
         yield "transformers generate_batch, D: failed: RuntimeError: no room"

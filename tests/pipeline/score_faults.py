@@ -8,13 +8,16 @@ import numpy as np
 import torch
 from fault import Table
 
-import gapless.core.scheduler
+import gapless.core.facts
 import gapless.runner.fill
 import gapless.runner.runner
 import gapless.runner.step
+from gapless.core.outcome import token_logprob
 from gapless.core.plan import NOTHING, Plan, score_width
+from gapless.core.prefix_sharing import PrefixSharing
 from gapless.core.request import IntArray, Request
 from gapless.core.scheduler import Scheduler
+from gapless.core.scoring import Scoring
 from gapless.runner.step import Targets
 
 FAULTS = fault = Table()
@@ -30,29 +33,29 @@ def _(original):
     return lambda logits, tokens, num_top: original(logits / 0.9, tokens, num_top)
 
 
-@fault("a prompt's log-probability is that of the token before", Scheduler, "_targets")
+@fault("a prompt's log-probability is that of the token before", Scoring, "targets")
 def _(original):
-    def targets(self: Scheduler, row: int, start: int, end: int) -> tuple[IntArray, int]:
+    def targets(self: Scoring, row: int, start: int, end: int) -> tuple[IntArray, int]:
         found, first = original(self, row, start, end)
-        request = self.rows.request[row]
+        request = self._rows.request[row]
         return (request.prompt[first : first + len(found)], first) if request is not None else (found, first)
 
     return targets
 
 
-@fault("a prompt's log-probability is lost where a chunk ends", Scheduler, "_targets")
+@fault("a prompt's log-probability is lost where a chunk ends", Scoring, "targets")
 def _(original):
-    def targets(self: Scheduler, row: int, start: int, end: int) -> tuple[IntArray, int]:
+    def targets(self: Scoring, row: int, start: int, end: int) -> tuple[IntArray, int]:
         found, first = original(self, row, start, end)
         return found[: end - 1 - first], first
 
     return targets
 
 
-@fault("a prompt's log-probabilities are asked for again after a preemption", Scheduler, "_targets")
+@fault("a prompt's log-probabilities are asked for again after a preemption", Scoring, "targets")
 def _(original):
-    def targets(self: Scheduler, row: int, start: int, end: int) -> tuple[IntArray, int]:
-        request = self.rows.request[row]
+    def targets(self: Scoring, row: int, start: int, end: int) -> tuple[IntArray, int]:
+        request = self._rows.request[row]
         if request is None or not request.lacks_prompt_scores:
             return NOTHING, 0
         return request.prompt[start + 1 : end + 1], start
@@ -60,12 +63,12 @@ def _(original):
     return targets
 
 
-@fault("a prompt's log-probabilities begin behind what the cache holds", Scheduler, "_match")
+@fault("a prompt's log-probabilities begin behind what the cache holds", PrefixSharing, "match")
 def _(original):
-    def match(self: Scheduler, request: Request):
-        if not self.limits.prefix_cache:
+    def match(self: PrefixSharing, request: Request):
+        if not self.enabled:
             return original(self, request)
-        return self.pool.index.match(request.tokens, len(request.tokens) - 1)
+        return self._pool.index.match(request.tokens, len(request.tokens) - 1)
 
     return match
 
@@ -79,18 +82,18 @@ def _(original):
     return parts
 
 
-@fault("late log-probabilities are kept", Scheduler, "_keep_scores")
+@fault("late log-probabilities are kept", Scoring, "keep")
 def _(original):
-    def keep(self: Scheduler, plan: Plan, live, scores: IntArray) -> None:
-        here = np.array([self.rows.request[row] is not None for row in plan.sample_rows.tolist()], bool)
+    def keep(self: Scoring, plan: Plan, live, scores: IntArray) -> None:
+        here = np.array([self._rows.request[row] is not None for row in plan.sample_rows.tolist()], bool)
         original(self, plan, here, scores)
 
     return keep
 
 
-@fault("log-probabilities of an overrun move those behind it up", Scheduler, "_keep_scores")
+@fault("log-probabilities of an overrun move those behind it up", Scoring, "keep")
 def _(original):
-    def keep(self: Scheduler, plan: Plan, live, scores: IntArray) -> None:
+    def keep(self: Scoring, plan: Plan, live, scores: IntArray) -> None:
         kept = live[plan.score_samples]
         count = len(kept)
         moved = np.concatenate((scores[:count], scores[count:]))
@@ -100,18 +103,18 @@ def _(original):
     return keep
 
 
-@fault("late log-probabilities of a prompt are kept", Scheduler, "_keep_scores")
+@fault("late log-probabilities of a prompt are kept", Scoring, "keep")
 def _(original):
-    def keep(self: Scheduler, plan: Plan, live, scores: IntArray) -> None:
-        chunks = tuple(replace(chunk, epoch=int(self.rows.epoch[chunk.row])) for chunk in plan.chunks)
+    def keep(self: Scoring, plan: Plan, live, scores: IntArray) -> None:
+        chunks = tuple(replace(chunk, epoch=int(self._rows.epoch[chunk.row])) for chunk in plan.chunks)
         original(self, replace(plan, chunks=chunks), live, scores)
 
     return keep
 
 
-@fault("two prompts of a step exchange their log-probabilities", Scheduler, "_keep_scores")
+@fault("two prompts of a step exchange their log-probabilities", Scoring, "keep")
 def _(original):
-    def keep(self: Scheduler, plan: Plan, live, scores: IntArray) -> None:
+    def keep(self: Scoring, plan: Plan, live, scores: IntArray) -> None:
         count = len(plan.score_samples)
         original(self, plan, live, np.concatenate((scores[:count], scores[count:][::-1])))
 
@@ -127,22 +130,22 @@ def _(original):
     return step_back
 
 
-@fault("a step gives as many likeliest tokens as its first request wants", Scheduler, "_wanted_scores")
+@fault("a step gives as many likeliest tokens as its first request wants", Scoring, "wanted")
 def _(original):
-    def wanted(self: Scheduler, samples, chunks):
+    def wanted(self: Scoring, samples, chunks):
         found, most = original(self, samples, chunks)
-        return found, min(most, max(0, int(self.rows.num_logprobs[samples[found[0]]]))) if len(found) else most
+        return found, min(most, max(0, int(self._rows.num_logprobs[samples[found[0]]]))) if len(found) else most
 
     return wanted
 
 
-@fault("a stream has the log-probability of the token before", gapless.core.scheduler, "_progress")
+@fault("a stream has the log-probability of the token before", gapless.core.facts, "progress_of")
 def _(original):
     def progress(request: Request, token: int):
         found = original(request, token)
         if found.logprob is None or len(request.scores) < 2:
             return found
-        late = gapless.core.scheduler.token_logprob(token, request.scores[-2], request.params.logprobs)
+        late = token_logprob(token, request.scores[-2], request.params.logprobs)
         return replace(found, logprob=late)
 
     return progress

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from fault import GRAPHS, Table
 
+from gapless.core.block_tables import NO_BLOCKS
 from gapless.core.plan import NO_SEATS, NOTHING, Plan
 from gapless.core.request import IntArray
-from gapless.core.scheduler import NO_BLOCKS
 from gapless.runner import graphs
 from gapless.runner.fill import Filled, Shape
 from gapless.runner.graphs import GraphRunner

@@ -15,11 +15,13 @@ import gapless.runner.fill
 import gapless.runner.runner
 import gapless.runner.sampler
 from gapless.core.block_pool import BlockPool
+from gapless.core.block_tables import NO_BLOCKS, BlockTables
 from gapless.core.plan import Plan
 from gapless.core.prefix_index import ROOT, PrefixIndex
+from gapless.core.prefix_sharing import PrefixSharing
 from gapless.core.request import IntArray, Request, RowTable
 from gapless.core.row_fields import need
-from gapless.core.scheduler import NO_BLOCKS, Scheduler
+from gapless.core.scheduler import Scheduler
 from gapless.pipeline.executor import LocalExecutor, Ticket
 from gapless.runner.fill import Packed
 from gapless.runner.row_store import RowStore, seat_columns
@@ -125,32 +127,33 @@ def _(original):
     return lambda self, parent, tokens, block: original(self, ROOT, tokens, block)
 
 
-@fault("a prefix match leaves no token to compute", Scheduler, "_match")
+@fault("a prefix match leaves no token to compute", PrefixSharing, "match")
 def _(original):
-    def match(self: Scheduler, request: Request):
-        if not self.limits.prefix_cache:
+    def match(self: PrefixSharing, request: Request):
+        if not self.enabled:
             return original(self, request)
-        return self.pool.index.match(request.tokens, len(request.tokens))
+        return self._pool.index.match(request.tokens, len(request.tokens))
 
     return match
 
 
-@fault("blocks are registered before their tokens are known", Scheduler, "_register")
+@fault("blocks are registered before their tokens are known", PrefixSharing, "register")
 def _(original):
-    def register(self: Scheduler, row: int) -> None:
-        known = self.rows.num_tokens[row]
-        self.rows.num_tokens[row] = max(known, self.rows.cursor[row])
+    def register(self: PrefixSharing, row: int) -> None:
+        known = self._rows.num_tokens[row]
+        self._rows.num_tokens[row] = max(known, self._rows.cursor[row])
         original(self, row)
-        self.rows.num_tokens[row] = known
+        self._rows.num_tokens[row] = known
 
     return register
 
 
-@fault("an entry of the block table never reaches the plan", Scheduler, "_take_new_blocks")
+@fault("an entry of the block table never reaches the plan", BlockTables, "take_new")
 def _(original):
-    def take(self: Scheduler) -> IntArray:
-        found = original(self)
-        return found[:-1] if len(found) > 1 else NO_BLOCKS if self.counters.num_steps % 4 == 3 else found
+    def take(self: BlockTables, lost) -> IntArray:
+        found = original(self, lost)
+        self.num_plans = getattr(self, "num_plans", 0) + 1
+        return found[:-1] if len(found) > 1 else NO_BLOCKS if self.num_plans % 4 == 3 else found
 
     return take
 
@@ -176,9 +179,9 @@ def _(original):
 
 @fault("a preempted row stays in the plan", Scheduler, "_promise")
 def _(original):
-    def promise(self: Scheduler, decodes, chunks, seats) -> Plan:
+    def promise(self: Scheduler, decodes, widths, chunks, seats) -> Plan:
         gone = [row for row in sorted(self._preempted) if row not in decodes and not self.rows.decoding[row]]
-        return original(self, np.sort(np.concatenate((decodes, np.array(gone, np.int64)))), chunks, seats)
+        return original(self, np.sort(np.concatenate((decodes, np.array(gone, np.int64)))), widths, chunks, seats)
 
     return promise
 
@@ -337,8 +340,8 @@ def _(original):
 
 @fault("the sampler is told of minimum lengths one step late", Scheduler, "_promise")
 def _(original):
-    def promise(self: Scheduler, decodes, chunks, seats) -> Plan:
-        plan = original(self, decodes, chunks, seats)
+    def promise(self: Scheduler, decodes, widths, chunks, seats) -> Plan:
+        plan = original(self, decodes, widths, chunks, seats)
         late, self.late = getattr(self, "late", 0), plan.needs & need("min_total")
         return replace(plan, needs=plan.needs & ~need("min_total") | late)
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from gapless.cli import main
-from gapless.core.scheduler import Scheduler
+from gapless.core.scoring import Scoring
 from gapless.runner.row_store import RowStore
 
 TINY = ["check", "--model", "tiny/llama/0", "--seeds", "4", "--steps", "6"]
@@ -64,13 +64,13 @@ def test_a_wrong_log_probability_is_saved_small_and_plays_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Prompt tokens that follow a chunk's first one, in chunks that do not begin the prompt."""
-    path, original = tmp_path / "failure.json", Scheduler._targets
+    path, original = tmp_path / "failure.json", Scoring.targets
 
-    def targets(self: Scheduler, row: int, start: int, end: int):
+    def targets(self: Scoring, row: int, start: int, end: int):
         found, first = original(self, row, start, end)
         return (found[::-1].copy() if start else found), first
 
-    with patch.object(Scheduler, "_targets", targets):
+    with patch.object(Scoring, "targets", targets):
         assert main([*TINY, "--save", str(path)]) == 1
         assert "shows       log-probabilities: request" in capsys.readouterr().out
         params = [ask["params"] for ask in json.loads(path.read_text())["schedule"]["asks"]]

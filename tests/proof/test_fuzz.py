@@ -10,7 +10,7 @@ import pytest
 
 from gapless.core.block_pool import BlockPool
 from gapless.proof import fuzz
-from gapless.proof.report import Failure
+from gapless.proof.report import ProofFailure
 from gapless.proof.tiny import FAMILIES
 
 NUM_WORKLOADS = 16
@@ -50,7 +50,7 @@ def test_a_failure_is_made_small_and_saved(tmp_path, capsys: pytest.CaptureFixtu
     with patch.object(BlockPool, "allocate", allocate), patch.object(fuzz, "MOST_FAILURES", 1):
         assert fuzz.main(["--target", "schedules", "--seconds", "30", "--seed", "5", "--save", str(tmp_path)]) == 1
         (path,) = tmp_path.glob("fuzz-5-*.json")
-        failure = Failure.load(path)
+        failure = ProofFailure.load(path)
     assert len(failure.schedule.asks) == 1
     assert failure.model.startswith("tiny/")
     out = capsys.readouterr().out

@@ -11,12 +11,12 @@ from three_asks import Inexact, schedule_of, stage, three_asks
 
 import gapless.runner.runner
 import gapless.runner.step
+from gapless.core.facts import Facts
 from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
-from gapless.core.scheduler import Scheduler
 from gapless.proof.judge import Judge
 from gapless.proof.report import Tally
-from gapless.proof.scores import ROUNDING, Asked, Scores, is_near
+from gapless.proof.scores import ROUNDING, Asked, RequestScores, is_near
 from gapless.proof.stage import ModelStage
 from gapless.runner.step import Targets
 
@@ -62,9 +62,9 @@ def test_what_is_near(changes: dict[str, object], rounding: float, near: bool) -
 
 
 def test_what_was_cut_off_may_be_missing_in_the_prompt_and_nowhere_else() -> None:
-    right = Scores((SCORE, SCORE), (None, SCORE, SCORE))
+    right = RequestScores((SCORE, SCORE), (None, SCORE, SCORE))
     params = replace(PARAMS, logprobs=4, prompt_logprobs=4)
-    cut = Asked(params, Scores((), (None, SCORE, None)), right, 0, is_whole=False)
+    cut = Asked(params, RequestScores((), (None, SCORE, None)), right, 0, is_whole=False)
     assert cut.compare(0) == (1, None)
     assert replace(cut, is_whole=True).compare(0)[1].startswith("prompt token 3 has no log-probability, alone -1.5")
     assert replace(cut, num_tokens=1).compare(0)[1].startswith("token 1 has no log-probability")
@@ -109,13 +109,13 @@ def test_a_wrong_log_probability_is_found_and_told(stage: ModelStage, kind: str,
 
 
 def test_a_stream_must_tell_what_the_request_ends_with(stage: ModelStage) -> None:
-    judge, original = judge_of(stage, "alone"), Scheduler._progress
+    judge, original = judge_of(stage, "alone"), Facts._progress
 
-    def progress(self: Scheduler, sampled, tokens):
+    def progress(self: Facts, sampled, tokens):
         found = original(self, sampled, tokens)
         return tuple(replace(news, logprob=replace(news.logprob, rank=99)) for news in found)
 
-    with patch.object(Scheduler, "_progress", progress):
+    with patch.object(Facts, "_progress", progress):
         trouble = judge.verdict(SCHEDULE).trouble
     assert trouble is not None
     assert "streamed something else than it ended with" in trouble.message

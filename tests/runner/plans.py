@@ -57,9 +57,15 @@ def plans(draw: st.DrawFn) -> Plan:
         max_decode_length=0,
         seat_rows=int_array(seat_rows),
         seats=seats.view(np.int32).reshape(len(seat_rows), SEAT_WORDS),
+        block_copies=np.array(draw(_copies()), np.int32).reshape(-1, 2),
         score_samples=int_array(sorted(draw(_subset(num_decodes + len(sampling))))),
         num_top=draw(st.integers(0, MAX_LOGPROBS)),
     )
+
+
+def _copies() -> st.SearchStrategy[list[tuple[int, int]]]:
+    blocks = st.integers(0, LIMITS.num_blocks // 2 - 1)
+    return st.lists(st.tuples(blocks, blocks.map(lambda block: block + LIMITS.num_blocks // 2)), max_size=6)
 
 
 def _subset(count: int) -> st.SearchStrategy[set[int]]:

@@ -39,6 +39,7 @@ def test_every_section_comes_back(plan: Plan) -> None:
     assert packed.sample_rows.tolist() == plan.sample_rows.tolist()
     assert packed.new_blocks.tolist() == plan.new_blocks.tolist()
     assert packed.seat_rows.tolist() == plan.seat_rows.tolist()
+    assert packed.block_copies.tolist() == plan.block_copies.tolist()
     assert packed.seats.shape == (len(plan.seat_rows), SEAT_WORDS)
 
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -316,3 +316,34 @@ def test_without_a_compiler_steps_run_in_torch_and_say_so(
 def test_batch_invariance_on_a_cpu_is_the_native_steps(dummy_dir: Path) -> None:
     with pytest.raises(ConfigError, match="native"):
         LLM(dummy_dir, **CPU, batch_invariant=True, native=False)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_plan_can_copy_blocks(tiny_dir: Path, is_native: bool) -> None:
+    """A request goes on in copies of its blocks: every table entry is a new block, and the old ones are poison."""
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    with LLM(tiny_dir, **CPU, native=is_native, depth=1, num_blocks=64, prefix_cache=False) as llm:
+        expected = llm.generate(["x" * 24], params)[0].token_ids
+        runner, promise = llm.engine._built.runner, llm.engine._scheduler._promise
+        step, layers = runner.step, llm.engine._built.layers
+
+        def moving(*args: Any) -> Plan:
+            plan = promise(*args)
+            if plan.step % 5 or len(plan.new_blocks) or not plan.num_decodes:
+                return plan
+            rows, row = llm.engine._scheduler.rows, int(plan.decode_rows[0])
+            old = rows.blocks[row, : rows.num_blocks[row]].copy()
+            new = (old + 32) % 64
+            rows.blocks[row, : len(new)] = new
+            table = [(row, index, block) for index, block in enumerate(new.tolist())]
+            return replace(plan, new_blocks=np.array(table, np.int32), block_copies=np.stack((old, new), 1))
+
+        def poisoning(filled: Any, *rest: Any) -> None:
+            step(filled, *rest)
+            for layer in layers if len(filled.plan.block_copies) else ():
+                layer[filled.plan.block_copies[:, 0].tolist()] = torch.nan
+
+        llm.engine._scheduler._promise = moving  # type: ignore[method-assign]
+        runner.step = poisoning  # type: ignore[method-assign]
+        llm.engine._scheduler.tables.release = lambda row: None  # type: ignore[method-assign]
+        assert llm.generate(["x" * 24], params)[0].token_ids == expected

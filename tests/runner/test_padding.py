@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from plans import LIMITS, plans
 
-from gapless.core.plan import NOTHING, Plan
+from gapless.core.plan import NO_COPIES, NOTHING, Plan
 from gapless.runner.fill import Sections, Shape, fill
 from gapless.runner.padding import pad
 
@@ -19,7 +19,12 @@ SHAPE = Shape(num_decodes=8, num_chunk_tokens=40, num_chunks=7)
 @given(plans())
 def test_every_plan_of_a_shape_packs_into_the_same_sections(plan: Plan) -> None:
     assert SHAPE.holds(plan)
-    plan = replace(plan, score_samples=NOTHING, chunks=tuple(replace(c, targets=NOTHING) for c in plan.chunks))
+    plan = replace(
+        plan,
+        score_samples=NOTHING,
+        block_copies=NO_COPIES,
+        chunks=tuple(replace(c, targets=NOTHING) for c in plan.chunks),
+    )
     sections = Sections.of(pad(plan, SHAPE, PADDING))
     assert sections == SHAPE.sections(plan)
     assert (sections.num_decodes, sections.num_chunk_tokens, sections.num_chunks) == (8, 40, 7)

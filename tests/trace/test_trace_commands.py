@@ -220,7 +220,7 @@ def test_gpu_workloads_put_all_depths_into_one_trace(
     monkeypatch.setattr(workload_jobs, "END_TOKEN", 90)
     monkeypatch.setattr("gapless.device.pick_device", lambda name: name)
 
-    def measure(names: Any, depths: Any, folder: Path, timelines: Any, **_: bool) -> Iterator[workloads.Row]:
+    def measure(names: Any, depths: Any, folder: Path, timelines: Any, **_: bool) -> Iterator[workloads.WorkloadRow]:
         for depth in depths:
             with LLM(tiny_dir, **CPU, depth=depth, num_blocks=64, trace=timelines is not None) as llm:
                 yield workloads._time(llm, names[0], depth, 1e9, 0.0, timelines)

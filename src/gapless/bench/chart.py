@@ -13,7 +13,7 @@ FONT = "font-family='system-ui, sans-serif'"
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class ChartBar:
     """One value."""
 
     label: str
@@ -29,7 +29,7 @@ class Group:
     """Bars that are to be compared."""
 
     title: str
-    bars: tuple[Bar, ...]
+    bars: tuple[ChartBar, ...]
     scale: float = 1.0  # of this group's values
 
 
@@ -52,11 +52,11 @@ def bar_chart(groups: Sequence[Group], title: str, subtitle: str) -> str:
     return document(y, parts)
 
 
-def _reach(bar: Bar) -> float:
+def _reach(bar: ChartBar) -> float:
     return max(bar.value, bar.spread[1] if bar.spread else 0.0)
 
 
-def _bar(bar: Bar, y: int, unit: float) -> list[str]:
+def _bar(bar: ChartBar, y: int, unit: float) -> list[str]:
     left, middle = MARGIN + LABEL_WIDTH, y + BAR_HEIGHT / 2
     color, weight = (OURS, "bold") if bar.is_ours else (THEIRS, "normal")
     parts = [

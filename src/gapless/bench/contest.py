@@ -21,7 +21,16 @@ from types import TracebackType
 from typing import IO
 
 import gapless
-from gapless.bench.job import Answer, Contender, Failure, Ready, Round, Task, decode_answer, encode
+from gapless.bench.job import (
+    Contender,
+    ContestTask,
+    EngineFailure,
+    EngineLoaded,
+    Round,
+    WorkerAnswer,
+    decode_answer,
+    encode,
+)
 
 ANSWER_TIMEOUT_S = 900.0
 SETTLE_S = 0.25  # between turns: idle OpenMP threads of the engine before still spin for up to 0.2 s
@@ -60,7 +69,7 @@ class Child:
         assert self._process.stdout is not None
         threading.Thread(target=_pump, args=(self._process.stdout, self._lines), daemon=True).start()
 
-    def ask(self, line: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+    def ask(self, line: str, timeout_s: float = ANSWER_TIMEOUT_S) -> WorkerAnswer:
         """Send a line and wait for the answer to it. Trouble of any kind is an answer too."""
         assert self._process.stdin is not None
         try:
@@ -71,7 +80,7 @@ class Child:
         try:
             answer = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            return Failure(f"no answer within {timeout_s:.0f} s")
+            return EngineFailure(f"no answer within {timeout_s:.0f} s")
         return decode_answer(answer) if answer else self._obituary()
 
     def close(self) -> None:
@@ -90,11 +99,11 @@ class Child:
     ) -> None:
         self.close()
 
-    def _obituary(self) -> Failure:
+    def _obituary(self) -> EngineFailure:
         code = self._process.wait()
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         lines = self._log.read_text(errors="replace").strip().splitlines()
-        return Failure(f"{how}: {lines[-1].strip()[:200]}" if lines else how)
+        return EngineFailure(f"{how}: {lines[-1].strip()[:200]}" if lines else how)
 
 
 def _pump(stream: IO[str], lines: queue.SimpleQueue[str]) -> None:
@@ -120,9 +129,9 @@ def is_installed(module: str, python: str) -> bool:
 class _Entry:
     """A contender on its way to a result."""
 
-    task: Task
+    task: ContestTask
     child: Child
-    ready: Ready | None = None
+    ready: EngineLoaded | None = None
     load_s: float = 0.0
     rounds: tuple[Round, ...] = ()
     error: str | None = None
@@ -140,27 +149,27 @@ class _Entry:
         version, weights = (self.ready.version, self.ready.weights) if self.ready else ("", self.task.weights)
         return Result(self.task.contender, self.task.batch, weights, version, self.load_s, self.rounds, self.error)
 
-    def _take(self, answer: Answer, counts: bool = True) -> None:
+    def _take(self, answer: WorkerAnswer, counts: bool = True) -> None:
         match answer:
-            case Ready():
+            case EngineLoaded():
                 self.ready = answer
             case Round():
                 self.rounds += (answer,) if counts else ()
-            case Failure(error):
+            case EngineFailure(error):
                 self.error = error
                 self.child.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class TaskStart:
     """A task, and the interpreter that can do it."""
 
-    task: Task
+    task: ContestTask
     python: str
 
 
 def run_contest(
-    starts: Sequence[Start], num_rounds: int, num_warmup: int, folder: Path, advance: Callable[[int], None]
+    starts: Sequence[TaskStart], num_rounds: int, num_warmup: int, folder: Path, advance: Callable[[int], None]
 ) -> list[Result]:
     """Load every engine, run the rounds, end every process. `advance(n)` is told of n further turns done."""
     with ExitStack() as stack:

@@ -54,7 +54,7 @@ class StubRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class HostRow:
     """One batch size. Times are of decode steps with all rows running."""
 
     batch: int
@@ -66,7 +66,7 @@ class Row:
     num_steps: int
 
 
-def measure(batch: int, num_steps: int, depth: int) -> Row:
+def measure(batch: int, num_steps: int, depth: int) -> HostRow:
     """Time decode steps of `batch` rows that neither come nor go."""
     times: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(NUM_ROUNDS):
@@ -75,7 +75,7 @@ def measure(batch: int, num_steps: int, depth: int) -> Row:
             found.append((stamps[-1] - stamps[0]) / (len(stamps) - 1) * 1e3)
     middle, without = (statistics.median(times[recorded]) for recorded in (True, False))
     low, high = min(times[True]), max(times[True])
-    return Row(batch, middle, low, high, middle * 1e3 / batch, (middle - without) * 1e3, num_steps)
+    return HostRow(batch, middle, low, high, middle * 1e3 / batch, (middle - without) * 1e3, num_steps)
 
 
 def _run(batch: int, num_steps: int, depth: int, recorded: bool) -> list[float]:

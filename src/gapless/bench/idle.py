@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gapless.bench.load import Ask
+from gapless.bench.load import LoadRequest
 from gapless.bench.openai_client import Endpoint, fetch
 from gapless.config import EngineOptions
 
@@ -64,7 +64,7 @@ async def _quiet(endpoint: Endpoint) -> Any:
     return state
 
 
-def offline(engine: EngineOptions, asks: Sequence[Ask]) -> Idle:
+def offline(engine: EngineOptions, asks: Sequence[LoadRequest]) -> Idle:
     """The same requests, all at once, without a server."""
     from gapless.core.params import SamplingParams
     from gapless.llm import LLM

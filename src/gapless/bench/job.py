@@ -36,7 +36,7 @@ class Contender:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BenchJob:
     """What every engine has to do."""
 
     model: str  # as the user named it
@@ -56,10 +56,10 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ContestTask:
     """One engine's part."""
 
-    job: Job
+    job: BenchJob
     contender: Contender
     path: str  # the model, in the form that this engine reads
     weights: str  # data type or GGUF type
@@ -96,7 +96,7 @@ class Output:
         return cls([len(row) for row in tokens], tokens, overlap)
 
 
-class Engine(Protocol):
+class LoadedEngine(Protocol):
     """An engine with a model in it, ready for rounds of its task."""
 
     @property
@@ -116,8 +116,8 @@ class Simple:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """Answer: the model is loaded."""
+class EngineLoaded:
+    """WorkerAnswer: the model is loaded."""
 
     version: str
     weights: str
@@ -125,7 +125,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Answer: a round is done."""
+    """WorkerAnswer: a round is done."""
 
     seconds: float
     peak_bytes: int
@@ -134,39 +134,39 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """Answer: the engine cannot go on."""
+class EngineFailure:
+    """WorkerAnswer: the engine cannot go on."""
 
     error: str
 
 
-Answer = Ready | Round | Failure
+WorkerAnswer = EngineLoaded | Round | EngineFailure
 
 
-def encode(value: Task | Answer) -> str:
+def encode(value: ContestTask | WorkerAnswer) -> str:
     """One line."""
     return json.dumps({"kind": type(value).__name__, **asdict(value)}) + "\n"
 
 
-def decode_task(line: str) -> Task:
+def decode_task(line: str) -> ContestTask:
     """Raises ValueError when it is none."""
     values = json.loads(line)
-    if values.pop("kind") != "Task":
-        raise ValueError("expected a Task")
-    return Task(Job(**values.pop("job")), Contender(**values.pop("contender")), **values)
+    if values.pop("kind") != "ContestTask":
+        raise ValueError("expected a ContestTask")
+    return ContestTask(BenchJob(**values.pop("job")), Contender(**values.pop("contender")), **values)
 
 
-def decode_answer(line: str) -> Answer:
+def decode_answer(line: str) -> WorkerAnswer:
     """Raises ValueError when it is none."""
     values = json.loads(line)
     match values.pop("kind"):
-        case "Ready":
-            return Ready(**values)
+        case "EngineLoaded":
+            return EngineLoaded(**values)
         case "Round":
             overlap = values.pop("overlap")
             return Round(**values, overlap=Overlap(**overlap) if overlap else None)
-        case "Failure":
-            return Failure(**values)
+        case "EngineFailure":
+            return EngineFailure(**values)
         case kind:
             raise ValueError(f"unknown answer {kind!r}")
 

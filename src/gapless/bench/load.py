@@ -25,7 +25,7 @@ FIRST_ID = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class LoadRequest:
     """One request of the load."""
 
     prompt: str | list[int]
@@ -33,7 +33,7 @@ class Ask:
     delay_s: float  # after the load began; 0 with a fixed concurrency
 
 
-def make_load(args: argparse.Namespace, vocab_size: int) -> list[Ask]:
+def make_load(args: argparse.Namespace, vocab_size: int) -> list[LoadRequest]:
     """The requests, from the seed."""
     draw = random.Random(args.load_seed)
     inputs, outputs = read_range("--input-length", args.input_length), read_range("--output-length", args.output_length)
@@ -42,7 +42,7 @@ def make_load(args: argparse.Namespace, vocab_size: int) -> list[Ask]:
         length = draw.randint(*inputs)
         ids = [draw.randrange(min(FIRST_ID, vocab_size - 1), vocab_size) for _ in range(length)]
         prompt = ids if args.prompts == "ids" else " ".join(WORDS[id % len(WORDS)] for id in ids)
-        asks.append(Ask(prompt, draw.randint(*outputs), delay_s))
+        asks.append(LoadRequest(prompt, draw.randint(*outputs), delay_s))
         delay_s += draw.expovariate(args.rate) if args.rate else 0.0
     return asks
 
@@ -55,7 +55,7 @@ def read_range(flag: str, text: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
-def body_of(ask: Ask, model: str, number: int, *, ignore_eos: bool, ids: bool) -> dict[str, Any]:
+def body_of(ask: LoadRequest, model: str, number: int, *, ignore_eos: bool, ids: bool) -> dict[str, Any]:
     """A request as it goes over the wire."""
     body: dict[str, Any] = {
         "model": model,
@@ -74,13 +74,17 @@ def body_of(ask: Ask, model: str, number: int, *, ignore_eos: bool, ids: bool) -
 
 
 async def run_load(
-    endpoint: Endpoint, bodies: Sequence[dict[str, Any]], asks: Sequence[Ask], args: argparse.Namespace, bar: Bar
+    endpoint: Endpoint,
+    bodies: Sequence[dict[str, Any]],
+    asks: Sequence[LoadRequest],
+    args: argparse.Namespace,
+    bar: Bar,
 ) -> list[Sample]:
     """Send all of it; samples in the order of the requests."""
     began_s = time.perf_counter()
     free = asyncio.Semaphore(len(asks) if args.rate else args.concurrency)
 
-    async def one(ask: Ask, body: dict[str, Any]) -> Sample:
+    async def one(ask: LoadRequest, body: dict[str, Any]) -> Sample:
         await asyncio.sleep(began_s + ask.delay_s - time.perf_counter())
         async with free:
             due_s = began_s + ask.delay_s if args.rate else time.perf_counter()

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from gapless.bench.job import Engine, Output, Simple, Task
+from gapless.bench.job import ContestTask, LoadedEngine, Output, Simple
 
 LLAMA_ALIGN = 256  # it rounds each sequence's share of the context up to this
 
 
-def load_xllamacpp(task: Task) -> Engine:
+def load_xllamacpp(task: ContestTask) -> LoadedEngine:
     """llama.cpp's server, without HTTP: it batches what clients ask in parallel. Gives text, and counts of tokens."""
     xllamacpp: Any = import_module("xllamacpp")
     params = xllamacpp.CommonParams()
@@ -41,7 +41,7 @@ def load_xllamacpp(task: Task) -> Engine:
     return Simple(task.weights, run)
 
 
-def load_llama_cpp(task: Task) -> Engine:
+def load_llama_cpp(task: ContestTask) -> LoadedEngine:
     """llama.cpp through llama-cpp-python's C interface; its high-level class runs one request at a time."""
     return LlamaLoop(task)
 
@@ -49,7 +49,7 @@ def load_llama_cpp(task: Task) -> Engine:
 class LlamaLoop:
     """A plain batched greedy loop over llama_decode."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: ContestTask) -> None:
         llama: Any = import_module("llama_cpp")
         self.weights = task.weights
         self._task = task
@@ -109,7 +109,7 @@ class LlamaLoop:
         return int(np.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())
 
 
-def load_openvino(task: Task) -> Engine:
+def load_openvino(task: ContestTask) -> LoadedEngine:
     """OpenVINO GenAI's continuous batching, from a GGUF file."""
     openvino: Any = import_module("openvino")
     genai: Any = import_module("openvino_genai")

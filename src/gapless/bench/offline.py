@@ -20,11 +20,11 @@ from gapless.errors import ConfigError, ModelError
 from gapless.progress import progress_bar
 
 if TYPE_CHECKING:
-    from gapless.bench.contest import Result, Start
+    from gapless.bench.contest import Result, TaskStart
     from gapless.bench.convert import Forms
-    from gapless.bench.job import Contender, Job
+    from gapless.bench.job import BenchJob, Contender
     from gapless.bench.machine import Machine
-    from gapless.bench.table import Row
+    from gapless.bench.table import TableRow
     from gapless.trace.files import TraceFiles
 
 AT_LEAST = {"num_prompts": 1, "prompt_tokens": 1, "max_tokens": 1, "rounds": 1, "warmup": 0, "threads": 1, "batch": 1}
@@ -156,10 +156,10 @@ def _interpreter(text: str, names: Sequence[str]) -> tuple[str, str]:
     return name, path
 
 
-def _job(args: argparse.Namespace) -> Job:
+def _job(args: argparse.Namespace) -> BenchJob:
     import torch
 
-    from gapless.bench.job import Job, random_prompts
+    from gapless.bench.job import BenchJob, random_prompts
     from gapless.models.loader import load_config
     from gapless.models.source import resolve
 
@@ -169,10 +169,10 @@ def _job(args: argparse.Namespace) -> Job:
     if length > config.max_position_embeddings:
         raise ConfigError(f"{length} tokens a request; {source.name} takes {config.max_position_embeddings} at most")
     prompts = random_prompts(args.num_prompts, args.prompt_tokens, config.vocab_size)
-    return Job(args.model, args.threads or torch.get_num_threads(), args.max_tokens, prompts)
+    return BenchJob(args.model, args.threads or torch.get_num_threads(), args.max_tokens, prompts)
 
 
-def _measure(args: argparse.Namespace, field: Field, job: Job) -> list[Result]:
+def _measure(args: argparse.Namespace, field: Field, job: BenchJob) -> list[Result]:
     """A contest for each batch size."""
     from gapless.bench.contest import run_contest
     from gapless.bench.convert import Forms
@@ -207,10 +207,12 @@ def _write_trace(args: argparse.Namespace, paths: Sequence[Path]) -> None:
     _trace_files(args).write([load(path) for path in paths])
 
 
-def _starts(field: Field, job: Job, batch: int, forms: Forms, traces: Path | None) -> tuple[list[Start], list[Result]]:
+def _starts(
+    field: Field, job: BenchJob, batch: int, forms: Forms, traces: Path | None
+) -> tuple[list[TaskStart], list[Result]]:
     """What can start, and what cannot for want of its form of the model."""
-    from gapless.bench.contest import Result, Start
-    from gapless.bench.job import Task
+    from gapless.bench.contest import Result, TaskStart
+    from gapless.bench.job import ContestTask
 
     starts, failed = [], []
     for number, contender in enumerate(field.contenders):
@@ -218,15 +220,15 @@ def _starts(field: Field, job: Job, batch: int, forms: Forms, traces: Path | Non
         trace = f"{traces}/{batch:06}-{number:03}.npz" if ours else ""
         weights = forms.weights(contender.weights)
         try:
-            task = Task(job, contender, str(forms.path(contender.form)), weights, batch, trace)
+            task = ContestTask(job, contender, str(forms.path(contender.form)), weights, batch, trace)
         except ModelError as error:
             failed.append(Result(contender, batch, weights, error=str(error)))
         else:
-            starts.append(Start(task, field.pythons.get(contender.name, sys.executable)))
+            starts.append(TaskStart(task, field.pythons.get(contender.name, sys.executable)))
     return starts, failed
 
 
-def _show(args: argparse.Namespace, job: Job, machine: Machine, field: Field, rows: Sequence[Row]) -> None:
+def _show(args: argparse.Namespace, job: BenchJob, machine: Machine, field: Field, rows: Sequence[TableRow]) -> None:
     from gapless.bench.chart import bar_chart
     from gapless.bench.table import chart_groups, format_idle, format_overlap, format_rows
 
@@ -245,7 +247,7 @@ def _show(args: argparse.Namespace, job: Job, machine: Machine, field: Field, ro
 
 
 def _values(
-    args: argparse.Namespace, job: Job, machine: Machine, field: Field, rows: Sequence[Row]
+    args: argparse.Namespace, job: BenchJob, machine: Machine, field: Field, rows: Sequence[TableRow]
 ) -> dict[str, object]:
     names = ("model", "num_prompts", "prompt_tokens", "max_tokens", "rounds", "warmup")
     return {
@@ -256,7 +258,7 @@ def _values(
     }
 
 
-def _notes(machine: Machine, field: Field, rows: Sequence[Row]) -> list[str]:
+def _notes(machine: Machine, field: Field, rows: Sequence[TableRow]) -> list[str]:
     notes = [
         "tok/s: new tokens over the whole round, prefill included. load s: process start to ready. Prefix caches off.",
         "same: prompts with the tokens of Gapless's first row in the same weights; only fp32 is expected to agree.",

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gapless.bench.job import SHORT_DTYPES, Contender, Engine, Form, Task
+from gapless.bench.job import SHORT_DTYPES, Contender, ContestTask, Form, LoadedEngine
 from gapless.bench.native_engines import load_llama_cpp, load_openvino, load_xllamacpp
 from gapless.bench.torch_engines import Gapless, load_generate, load_generate_batch, load_vllm
 
-LOADERS: dict[str, Callable[[Task], Engine]] = {
+LOADERS: dict[str, Callable[[ContestTask], LoadedEngine]] = {
     "gapless": Gapless,
     "generate": load_generate,
     "generate_batch": load_generate_batch,

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gapless.bench.idle import Idle, format_idle, offline, watched
-from gapless.bench.load import Ask, body_of, make_load, run_load
+from gapless.bench.load import LoadRequest, body_of, make_load, run_load
 from gapless.bench.openai_client import Endpoint, Sample, complete, fetch
 from gapless.bench.own_server import own_server
 from gapless.bench.waits import Summary, format_summary, summarize
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace, engine: EngineOptions) -> int:
     return 1 if summary.num_errors else 0
 
 
-async def _measure(endpoint: Endpoint, args: argparse.Namespace) -> tuple[list[Ask], list[Sample], list[Idle]]:
+async def _measure(endpoint: Endpoint, args: argparse.Namespace) -> tuple[list[LoadRequest], list[Sample], list[Idle]]:
     try:
         model = args.served_model or (await fetch(endpoint, "/v1/models"))["data"][0]["id"]
     except (OSError, ValueError, KeyError, IndexError) as error:

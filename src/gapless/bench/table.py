@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gapless.bench.chart import Bar, Group
+from gapless.bench.chart import ChartBar, Group
 from gapless.bench.contest import Result
 from gapless.bench.job import Overlap, Round
 from gapless.report import idle_line
@@ -15,7 +15,7 @@ Tokens = list[list[int]] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """One contender at one batch size. Speeds count output tokens over the whole round, prefill included."""
 
     engine: str
@@ -36,13 +36,13 @@ class Row:
     overlap: Overlap | None = None  # of the median round
 
 
-def make_rows(results: Sequence[Result], num_tokens: int) -> list[Row]:
+def make_rows(results: Sequence[Result], num_tokens: int) -> list[TableRow]:
     """A row for each result; ratios are against Gapless at the same batch size."""
     return [_row(result, [other for other in results if other.batch == result.batch], num_tokens) for result in results]
 
 
-def _row(result: Result, rivals: Sequence[Result], num_tokens: int) -> Row:
-    row = Row(
+def _row(result: Result, rivals: Sequence[Result], num_tokens: int) -> TableRow:
+    row = TableRow(
         engine=result.contender.label,
         version=result.version,
         weights=result.weights,
@@ -55,7 +55,7 @@ def _row(result: Result, rivals: Sequence[Result], num_tokens: int) -> Row:
     return row if result.error is not None else _measured(row, result, ours, num_tokens)
 
 
-def _measured(row: Row, result: Result, ours: Sequence[Result], num_tokens: int) -> Row:
+def _measured(row: TableRow, result: Result, ours: Sequence[Result], num_tokens: int) -> TableRow:
     median = _median(result.rounds)
     times = tuple(item.seconds for item in result.rounds)
     alike = [other for other in ours if other.weights.lower() == result.weights.lower()]
@@ -85,13 +85,13 @@ def _same(tokens: Tokens, reference: Tokens) -> float | None:
     return sum(a == b for a, b in zip(tokens, reference, strict=True)) / len(reference)
 
 
-def format_rows(rows: Sequence[Row]) -> str:
+def format_rows(rows: Sequence[TableRow]) -> str:
     """The table of speeds."""
     head = ["engine", "weights", "batch", "tok/s", "min-max", "seconds", "load s", "peak MiB", "same", "vs gapless"]
     return _format(head, [_cells(row) for row in rows if row.error is None])
 
 
-def format_overlap(rows: Sequence[Row]) -> str:
+def format_overlap(rows: Sequence[TableRow]) -> str:
     """The table of Gapless's steps."""
     head = ["overlap", "weights", "batch", "depth used", "steps", "device busy", "host busy", "wasted tokens"]
     lines = [
@@ -111,7 +111,7 @@ def format_overlap(rows: Sequence[Row]) -> str:
     return _format(head, lines) if lines else ""
 
 
-def format_idle(rows: Sequence[Row]) -> str:
+def format_idle(rows: Sequence[TableRow]) -> str:
     """A line for each of Gapless's rows: why its device idled."""
     return "\n".join(
         f"{row.engine}, {row.weights}, batch {row.batch}: {idle_line(row.overlap.idle_s, row.seconds)}"
@@ -120,7 +120,7 @@ def format_idle(rows: Sequence[Row]) -> str:
     )
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: TableRow) -> list[str]:
     return [
         row.engine,
         row.weights,
@@ -152,13 +152,13 @@ def _format(head: list[str], lines: Sequence[list[str]]) -> str:
     )
 
 
-def chart_groups(rows: Sequence[Row]) -> list[Group]:
+def chart_groups(rows: Sequence[TableRow]) -> list[Group]:
     """Tokens a second, a group for each batch size. Rows that failed are left out."""
     shown = [row for row in rows if row.error is None]
     groups = []
     for batch in dict.fromkeys(row.batch for row in shown):
         bars = tuple(
-            Bar(
+            ChartBar(
                 f"{row.engine}, {row.weights}",
                 row.tokens_per_s,
                 f"{row.tokens_per_s:.0f}",

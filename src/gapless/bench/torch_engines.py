@@ -13,13 +13,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gapless.bench.job import LONG_DTYPES, SHORT_DTYPES, Engine, Output, Overlap, Simple, Task
+from gapless.bench.job import LONG_DTYPES, SHORT_DTYPES, ContestTask, LoadedEngine, Output, Overlap, Simple
 
 
 class Gapless:
     """Ours. Reports how host and device overlapped."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: ContestTask) -> None:
         from gapless import LLM, SamplingParams
 
         self._prompts = task.job.prompts
@@ -67,7 +67,7 @@ def loop_cpu_s() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(found[0]))
 
 
-def _load_transformers(task: Task) -> Any:
+def _load_transformers(task: ContestTask) -> Any:
     import torch
 
     transformers: Any = import_module("transformers")
@@ -82,7 +82,7 @@ def _load_transformers(task: Task) -> Any:
     return model.eval()
 
 
-def load_generate(task: Task) -> Engine:
+def load_generate(task: ContestTask) -> LoadedEngine:
     """transformers `generate`: one batch after another."""
     import torch
 
@@ -101,7 +101,7 @@ def load_generate(task: Task) -> Engine:
     return Simple(task.weights, run)
 
 
-def load_generate_batch(task: Task) -> Engine:
+def load_generate_batch(task: ContestTask) -> LoadedEngine:
     """transformers `generate_batch`: its continuous batching, with the manager kept over the rounds."""
     transformers: Any = import_module("transformers")
     generation: Any = import_module("transformers.generation")
@@ -127,7 +127,7 @@ def load_generate_batch(task: Task) -> Engine:
     return Simple(task.weights, run)
 
 
-def load_vllm(task: Task) -> Engine:
+def load_vllm(task: ContestTask) -> LoadedEngine:
     """vLLM for CPUs, in this process, so that its memory is counted and it ends with us."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

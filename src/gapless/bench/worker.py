@@ -1,6 +1,6 @@
 """The child's side of the benchmark: `python -m gapless.bench.worker` is one engine in a process of its own.
 
-Reads a task from standard input, loads, says Ready, and then answers each further line with a round. Whatever libraries
+Reads a task from standard input, loads, says so, and then answers each further line with a round. Whatever libraries
 print goes to standard error, which the parent keeps in a file: standard output carries answers only.
 """
 
@@ -15,7 +15,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TextIO
 
-from gapless.bench.job import Answer, Engine, Failure, Output, Ready, Round, Task, decode_task, encode
+from gapless.bench.job import (
+    ContestTask,
+    EngineFailure,
+    EngineLoaded,
+    LoadedEngine,
+    Output,
+    Round,
+    WorkerAnswer,
+    decode_task,
+    encode,
+)
 from gapless.bench.peers import LOADERS
 
 
@@ -25,17 +35,17 @@ def main() -> int:
     try:
         task = decode_task(sys.stdin.readline())
         engine = LOADERS[task.contender.name](task)
-        _send(answers, Ready(_version(task.contender.package), engine.weights))
+        _send(answers, EngineLoaded(_version(task.contender.package), engine.weights))
         for _ in sys.stdin:
             _send(answers, run_round(engine, task))
     except Exception as error:
         traceback.print_exc()
-        _send(answers, Failure(last_line(error)))
+        _send(answers, EngineFailure(last_line(error)))
         return 1
     return 0
 
 
-def run_round(engine: Engine, task: Task) -> Round:
+def run_round(engine: LoadedEngine, task: ContestTask) -> Round:
     """Generate once. Raises RuntimeError unless each prompt got all its tokens."""
     began = time.perf_counter()
     output = engine.run()
@@ -50,7 +60,7 @@ def last_line(error: BaseException) -> str:
     return lines[-1].strip()
 
 
-def _check(output: Output, task: Task) -> None:
+def _check(output: Output, task: ContestTask) -> None:
     if len(output.num_tokens) != len(task.job.prompts):
         raise RuntimeError(f"{len(output.num_tokens)} results for {len(task.job.prompts)} prompts")
     for index, count in enumerate(output.num_tokens):
@@ -65,7 +75,7 @@ def _keep_stdout() -> TextIO:
     return os.fdopen(kept, "w", buffering=1)
 
 
-def _send(answers: TextIO, answer: Answer) -> None:
+def _send(answers: TextIO, answer: WorkerAnswer) -> None:
     answers.write(encode(answer))
     answers.flush()
 

@@ -18,7 +18,7 @@ PEER = "transformers generate_batch"
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PeerTask:
     """A job for a peer, and how long it may take."""
 
     warm_up: list[list[int]]
@@ -28,7 +28,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class PeerTime:
     """What a peer took for a job."""
 
     seconds: float
@@ -42,7 +42,7 @@ def is_installed() -> bool:
     return find_spec("transformers") is not None
 
 
-def time_generate_batch(path: Path, tasks: Sequence[Task]) -> Iterator[Timed | Exception]:
+def time_generate_batch(path: Path, tasks: Sequence[PeerTask]) -> Iterator[PeerTime | Exception]:
     """The time that each task took, or what went wrong."""
     import torch
 
@@ -59,7 +59,7 @@ def time_generate_batch(path: Path, tasks: Sequence[Task]) -> Iterator[Timed | E
     for task in tasks:
         try:
             seconds, num_tokens, attention = _time(model, task)
-            yield Timed(seconds, num_tokens, start_s, cuda.most_memory() / 2**30, attention)
+            yield PeerTime(seconds, num_tokens, start_s, cuda.most_memory() / 2**30, attention)
         except Exception as error:  # whatever a peer raises is its result
             yield error
     del model
@@ -67,7 +67,7 @@ def time_generate_batch(path: Path, tasks: Sequence[Task]) -> Iterator[Timed | E
     cuda.release_memory()
 
 
-def _time(model: Any, task: Task) -> tuple[float, int, str]:
+def _time(model: Any, task: PeerTask) -> tuple[float, int, str]:
     """Seconds, tokens, and which attention it chose; its graphs are captured before."""
     transformers: Any = import_module("transformers")
     generation: Any = import_module("transformers.generation")

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gapless.bench.chart import Bar, Group
+from gapless.bench.chart import ChartBar, Group
 from gapless.bench.kernels import KernelTable, profile_decode
 from gapless.bench.workload_jobs import SHAPES, WORKLOADS, Workload, run_bytes
-from gapless.bench.workload_peers import PEER, Task, is_installed, time_generate_batch
+from gapless.bench.workload_peers import PEER, PeerTask, is_installed, time_generate_batch
 from gapless.errors import ConfigError
 from gapless.progress import progress_bar
 
@@ -30,7 +30,7 @@ PATIENCE, PATIENCE_S = 30, 120  # a peer may take so many times as long as we di
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class WorkloadRow:
     """One workload at one depth."""
 
     workload: str
@@ -59,7 +59,7 @@ def measure(
     *,
     peers: bool = False,
     kernels: bool = False,
-) -> Iterator[Row | str]:
+) -> Iterator[WorkloadRow | str]:
     """Run the workloads at each depth, one engine for all that share a shape; add each run's timeline to a list.
 
     With `peers`, transformers does the same jobs; with `kernels`, steps are profiled after each run. A text says what
@@ -82,11 +82,11 @@ def measure(
             yield from _measure_peer(path, ours, rate)
 
 
-def _measure_peer(path: Path, ours: dict[str, float], rate: float) -> Iterator[Row | str]:
+def _measure_peer(path: Path, ours: dict[str, float], rate: float) -> Iterator[WorkloadRow | str]:
     """Jobs of one length only: it takes one number of new tokens for all. It may take some times as long as we did."""
     chosen = [name for name in ours if not WORKLOADS[name].mixed]
     tasks = [
-        Task(work.prompts(seed=1), work.prompts(), work.max_tokens, max(PATIENCE_S, PATIENCE * ours[name]))
+        PeerTask(work.prompts(seed=1), work.prompts(), work.max_tokens, max(PATIENCE_S, PATIENCE * ours[name]))
         for name, work in ((name, WORKLOADS[name]) for name in chosen)
     ]
     for name, task, timed in zip(chosen, tasks, time_generate_batch(path, tasks), strict=True):
@@ -95,7 +95,7 @@ def _measure_peer(path: Path, ours: dict[str, float], rate: float) -> Iterator[R
             continue
         count = task.max_tokens
         limit_s = run_bytes(WORKLOADS[name], task.prompts, count) / rate
-        yield Row(
+        yield WorkloadRow(
             workload=name,
             engine=PEER,
             seconds=timed.seconds,
@@ -111,7 +111,7 @@ def _measure_peer(path: Path, ours: dict[str, float], rate: float) -> Iterator[R
 
 def _measure_shape(
     path: Path, names: Sequence[str], depth: int, rate: float, timelines: list[Timeline] | None, *, kernels: bool
-) -> Iterator[Row]:
+) -> Iterator[WorkloadRow]:
     from gapless import LLM
 
     works = [WORKLOADS[name] for name in names]
@@ -144,7 +144,9 @@ def _take_apart(llm: Any, work: Workload) -> KernelTable | str:
         return str(error)
 
 
-def _time(llm: Any, name: str, depth: int, rate: float, start_s: float, timelines: list[Timeline] | None) -> Row:
+def _time(
+    llm: Any, name: str, depth: int, rate: float, start_s: float, timelines: list[Timeline] | None
+) -> WorkloadRow:
     from gapless import SamplingParams
     from gapless.bench.torch_engines import loop_cpu_s
 
@@ -161,7 +163,7 @@ def _time(llm: Any, name: str, depth: int, rate: float, start_s: float, timeline
         raise RuntimeError(f"workload {name}: {len(wrong)} requests did not finish: {wrong[0].error}")
     num_steps = spent.num_steps if work.mixed else work.max_tokens
     limit_s = run_bytes(work, prompts, num_steps) / rate
-    return Row(
+    return WorkloadRow(
         workload=name,
         engine="Gapless",
         depth=depth,
@@ -200,16 +202,16 @@ def main(
     pick_device("cuda")
     files = TraceFiles.at(trace) if trace is not None else None
     timelines: list[Timeline] | None = [] if files is not None else None
-    rows: list[Row] = []
+    rows: list[WorkloadRow] = []
     runs = len(names) * (len(depths) + peers)
     print(HEADER)
     try:
         with tempfile.TemporaryDirectory() as folder, progress_bar("measuring", runs, "run") as bar:
             for row in measure(names, depths, Path(folder), timelines, peers=peers and is_installed(), kernels=kernels):
-                if isinstance(row, Row):
+                if isinstance(row, WorkloadRow):
                     rows.append(row)
                     _write_rows(rows, json_path)  # at once: a run takes minutes
-                bar.write(_line(row) if isinstance(row, Row) else row, sys.stdout)
+                bar.write(_line(row) if isinstance(row, WorkloadRow) else row, sys.stdout)
                 bar.advance(1)
     finally:
         _finish(rows, files, timelines, plot_path)
@@ -219,7 +221,7 @@ def main(
 
 
 def _finish(
-    rows: Sequence[Row], files: TraceFiles | None, timelines: list[Timeline] | None, plot_path: str | None
+    rows: Sequence[WorkloadRow], files: TraceFiles | None, timelines: list[Timeline] | None, plot_path: str | None
 ) -> None:
     """What is said and drawn of all rows together."""
     from gapless.bench.chart import bar_chart
@@ -236,7 +238,7 @@ def _finish(
         Path(plot_path).write_text(bar_chart(chart_groups(rows), "GPU workloads", subtitle))
 
 
-def _write_rows(rows: Sequence[Row], path: str | None) -> None:
+def _write_rows(rows: Sequence[WorkloadRow], path: str | None) -> None:
     from gapless.bench.machine import this_machine
 
     if path is not None:
@@ -244,13 +246,13 @@ def _write_rows(rows: Sequence[Row], path: str | None) -> None:
         Path(path).write_text(json.dumps(values, indent=2) + "\n")
 
 
-def chart_groups(rows: Sequence[Row]) -> list[Group]:
+def chart_groups(rows: Sequence[WorkloadRow]) -> list[Group]:
     """Time of a step, a group for each workload."""
     groups = []
     for name in dict.fromkeys(row.workload for row in rows):
         chosen = [row for row in rows if row.workload == name]
         bars = tuple(
-            Bar(_engine(row), row.ms_per_step, f"{row.ms_per_step:.2f}", row.depth is not None, limit=row.limit_ms)
+            ChartBar(_engine(row), row.ms_per_step, f"{row.ms_per_step:.2f}", row.depth is not None, limit=row.limit_ms)
             for row in chosen
         )
         work = WORKLOADS[name]
@@ -260,14 +262,14 @@ def chart_groups(rows: Sequence[Row]) -> list[Group]:
     return groups
 
 
-def _engine(row: Row) -> str:
+def _engine(row: WorkloadRow) -> str:
     return row.engine if row.depth is None else f"{row.engine}, depth {row.depth}"
 
 
 HEADER = "workload engine                       s  ms/step    tok/s   limit of limit   idle  host ms start s    GiB"
 
 
-def _line(row: Row) -> str:
+def _line(row: WorkloadRow) -> str:
     from gapless.report import idle_line
 
     ours = f"{'':>15}"

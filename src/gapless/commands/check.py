@@ -23,7 +23,7 @@ from gapless.proof import report
 from gapless.proof.campaign import examine, smallest
 from gapless.proof.draw import Menu, draw_asks, draw_schedule
 from gapless.proof.judge import Judge
-from gapless.proof.report import Failure, Tally
+from gapless.proof.report import ProofFailure, Tally
 from gapless.proof.schedule import Ask, Schedule
 from gapless.proof.stage import ModelStage, Room
 from gapless.proof.tiny import TINY, named_stage
@@ -57,7 +57,7 @@ PROMPTS = (
 def check(args: argparse.Namespace, options: EngineOptions) -> int:
     """Play random schedules of the prompts and print a verdict; exit code 1 unless it is a pass."""
     if args.replay is not None:
-        return _replay(Failure.load(Path(args.replay)), options, model_given=args.model is not None)
+        return _replay(ProofFailure.load(Path(args.replay)), options, model_given=args.model is not None)
     for name in ("steps", "seeds"):
         if not 1 <= getattr(args, name) <= 10**6:
             raise ConfigError(f"{name} must be between 1 and 1000000, got {getattr(args, name)}")
@@ -80,7 +80,7 @@ def check(args: argparse.Namespace, options: EngineOptions) -> int:
         console.say("making the failing schedule small ...")
         kept = {name: getattr(options, name) for name in KEPT_OPTIONS}
         small = smallest(judge, found, stage.room)
-        _show(Failure(options.model, kept, stage.room, args.steps, *small), Path(args.save))
+        _show(ProofFailure(options.model, kept, stage.room, args.steps, *small), Path(args.save))
     return 0 if tally.passed else EXIT_FAILED
 
 
@@ -100,14 +100,14 @@ def _schedule(seed: int, asks: Sequence[Ask], stage: ModelStage, variety: Variet
     return draw_schedule(random.Random(seed), asks, stage.room, menu, variety)
 
 
-def _show(failure: Failure, path: Path) -> None:
+def _show(failure: ProofFailure, path: Path) -> None:
     failure.save(path)
     print(f"{'smallest':11} {failure.schedule.describe()}")
     print(f"{'shows':11} {failure.trouble.kind}: {failure.trouble.message}")
     print(f"{'replay':11} gapless check --replay {path}")
 
 
-def _replay(failure: Failure, options: EngineOptions, *, model_given: bool) -> int:
+def _replay(failure: ProofFailure, options: EngineOptions, *, model_given: bool) -> int:
     """Play one saved schedule; the options of the file count, and the model unless another is named."""
     model = options.model if model_given else failure.model
     if model.startswith(TINY):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gapless.core.request import IntArray, Request
+from gapless.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,20 @@ class Counters:
     num_overrun: int = 0  # samples of a request that had already left its row
     num_preemptions: int = 0
     num_recomputed: int = 0  # positions that a preemption threw away
+
+
+def not_finite(position: int) -> ModelError:
+    """Why a request ends that has nothing to sample from."""
+    cause = "the weights are damaged, or their data type overflows: try dtype float32"
+    return ModelError(f"the logits at position {position} are not finite; {cause}")
+
+
+def progress_of(request: Request, token: int) -> Progress:
+    """A new token of a request, with its log-probability if that was asked for."""
+    num_top = request.params.logprobs
+    if num_top is None:
+        return Progress(request, token)
+    return Progress(request, token, token_logprob(token, request.scores[-1], num_top))
 
 
 def token_logprob(token: int, score: IntArray, num_top: int) -> TokenLogprob:

@@ -15,7 +15,9 @@ from gapless.core.row_fields import SEAT_WORDS
 
 NOTHING = int_array(np.empty(0, np.int32))
 NO_SEATS = int_array(np.empty((0, SEAT_WORDS), np.int32))
+NO_COPIES = int_array(np.empty((0, 2), np.int32))
 NO_SAMPLE = -1  # in place of a sampled token: the largest logit was not a finite number
+NO_MORE = -3  # in the slots behind the last sample of a row that was promised several
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One forward pass. Tokens lie in this order: one for each decode row, then the chunks end to end."""
+    """One forward pass. Tokens lie in this order: those of the decode rows, then the chunks end to end.
+
+    A decode row feeds what the device holds: one token, or with a width of more a draft of so many, of which it keeps
+    as many as it verifies. It brings at least one sample and at most its width.
+    """
 
     step: int
     decode_rows: IntArray  # [num_decodes] rows whose input token is in the device's row
@@ -49,6 +55,8 @@ class Plan:
     needs: int = 0  # fields (row_fields.need) that are not neutral in some sampled row
     seat_rows: IntArray = field(default_factory=lambda: NOTHING)  # [num_seats] rows with a new owner
     seats: IntArray = field(default_factory=lambda: NO_SEATS)  # [num_seats, SEAT_WORDS] what to know of them
+    decode_widths: IntArray = field(default_factory=lambda: NOTHING)  # [num_decodes]; empty where all are 1
+    block_copies: IntArray = field(default_factory=lambda: NO_COPIES)  # [n, 2] from, to: before the step writes
     score_samples: IntArray = field(default_factory=lambda: NOTHING)  # which of the samples want log-probabilities
     num_top: int = 0  # likeliest tokens to give with each of them, and with each target of a chunk
 
@@ -61,8 +69,26 @@ class Plan:
         return len(self.sample_rows)
 
     @property
+    def sample_widths(self) -> LongArray:
+        """Samples that each of the sampled rows may bring at most."""
+        widths = np.ones(len(self.sample_rows), np.int64)
+        widths[: len(self.decode_widths)] = self.decode_widths
+        return widths
+
+    @property
+    def num_slots(self) -> int:
+        """Places for samples in the step's results."""
+        return len(self.sample_rows) + (self._num_extra if len(self.decode_widths) else 0)
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.decode_rows) + sum(len(chunk.tokens) for chunk in self.chunks)
+        extra = self._num_extra if len(self.decode_widths) else 0
+        return len(self.decode_rows) + extra + sum(len(chunk.tokens) for chunk in self.chunks)
+
+    @property
+    def _num_extra(self) -> int:
+        """Tokens of drafts, beyond one for each decode row."""
+        return int(self.decode_widths.sum()) - len(self.decode_rows)
 
     @property
     def num_scores(self) -> int:
@@ -71,9 +97,9 @@ class Plan:
 
     @property
     def num_results(self) -> int:
-        """Numbers that the step gives back: the sampled tokens, then the scores."""
+        """Numbers that the step gives back: the slots of the samples, then the scores."""
         num_scores = self.num_scores
-        return len(self.sample_rows) + (num_scores * score_width(self.num_top) if num_scores else 0)
+        return self.num_slots + (num_scores * score_width(self.num_top) if num_scores else 0)
 
 
 def score_width(num_top: int) -> int:

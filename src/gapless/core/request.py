@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gapless.core.params import SamplingParams
-from gapless.core.row_fields import SEAT, write_seat
+from gapless.core.row_fields import SEAT, need, write_seat
 from gapless.errors import InvalidRequest
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
+MIN_TOKENS = need("min_total")
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +39,7 @@ class Request:
     stop_ids: tuple[int, ...]  # end-of-sequence and stop tokens, already merged
     limit: int  # prompt and output together, in tokens
     streams: bool = False  # somebody wants each token as it comes
+    width: int = 1  # tokens that a step may bring at most: more where a runner verifies drafts
     arrival: int = 0
     tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))  # all facts while it has no row
     row: int = -1
@@ -90,10 +92,13 @@ class RowTable:
         self.cursor = np.zeros(num_rows, np.int64)
         self.pending = np.zeros(num_rows, np.int64)
         self.limit = np.zeros(num_rows, np.int64)
+        self.ceiling = np.zeros(num_rows, np.int64)  # promises stay below it: the limit, or 0 for a row that is held
         self.epoch = np.zeros(num_rows, np.int64)
         self.decoding = np.zeros(num_rows, np.bool_)  # the next input token lies, or will lie, in the device's row
         self.arrival = np.full(num_rows, -1, np.int64)  # -1: nobody sits here
         self.streams = np.zeros(num_rows, np.bool_)
+        self.width = np.ones(num_rows, np.int64)  # samples that a step may bring at most
+        self.num_wide = 0  # rows whose width is more than 1
         self.seats = np.zeros(num_rows, SEAT)
         self.min_total = self.seats["min_total"]  # a stop token counts from this many tokens on
         self.stop_ids = self.seats["stop_ids"]
@@ -119,11 +124,13 @@ class RowTable:
         self.tokens[row, :count] = request.tokens
         self.num_tokens[row] = count
         self.cursor[row] = self.pending[row] = self.num_blocks[row] = 0
-        self.limit[row] = request.limit
+        self.limit[row] = self.ceiling[row] = request.limit
         self.epoch[row] += 1
         self.decoding[row] = False
         self.arrival[row] = request.arrival
         self.streams[row] = request.streams
+        self.width[row] = 1 if request.wants_scores else request.width
+        self.num_wide += bool(self.width[row] > 1)
         self.needs[row] = write_seat(self.seats[row], request)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.chain[row] = self.num_chained[row] = 0
@@ -136,6 +143,14 @@ class RowTable:
         """The seats of these rows [len(rows), SEAT_WORDS], as a plan carries them."""
         return self.seats[rows].view(np.int32).reshape(len(rows), -1)
 
+    def needs_of(self, rows: LongArray) -> int:
+        """Fields that any of these rows needs. A minimum length that is sure to be reached is no need any more."""
+        needs = int(np.bitwise_or.reduce(self.needs[rows]))
+        if needs & MIN_TOKENS:
+            sure = self.num_tokens[rows] + (self.pending[rows] if self.num_wide == 0 else 1)
+            needs -= 0 if (sure < self.min_total[rows]).any() else MIN_TOKENS
+        return needs
+
     def unseat(self, request: Request) -> None:
         """Take the facts back into the request and free its row; whatever is in flight for it is now an overrun."""
         row = request.row
@@ -145,6 +160,7 @@ class RowTable:
         self.arrival[row] = -1
         self.request[row] = None
         self.num_scoring -= request.wants_scores
+        self.num_wide -= bool(self.width[row] > 1)
         self._free.append(row)
         request.row = -1
 

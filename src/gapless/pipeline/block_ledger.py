@@ -33,7 +33,7 @@ class Tenancy:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class WrittenSpan:
     """The positions that a step writes for one tenancy."""
 
     tenancy: Tenancy
@@ -127,14 +127,14 @@ class BlockLedger:
             raise RaceError(f"step {plan.step} runs row {row} for {name}; on the device it belongs to {owner}")
         return tenancy
 
-    def _spans(self, plan: Plan, rows: RowTable) -> Iterator[Span]:
+    def _spans(self, plan: Plan, rows: RowTable) -> Iterator[WrittenSpan]:
         for row in plan.decode_rows.tolist():
             tenancy = self._tenant(row, rows, plan)
-            yield Span(tenancy, tenancy.length, tenancy.length + 1)
+            yield WrittenSpan(tenancy, tenancy.length, tenancy.length + 1)
         for chunk in plan.chunks:
-            yield Span(self._tenant(chunk.row, rows, plan), chunk.start, chunk.length)
+            yield WrittenSpan(self._tenant(chunk.row, rows, plan), chunk.start, chunk.length)
 
-    def _check_table(self, plan: Plan, span: Span, rows: RowTable, free: Sequence[int]) -> None:
+    def _check_table(self, plan: Plan, span: WrittenSpan, rows: RowTable, free: Sequence[int]) -> None:
         """What the device will do must be what the scheduler believes, on blocks that are somebody's."""
         tenancy, row = span.tenancy, span.tenancy.request.row
         name = f"step {plan.step}, request {tenancy.request.id!r} in row {row}"
@@ -155,7 +155,7 @@ class BlockLedger:
         if gone.any():
             raise RaceError(f"{name}: block {tenancy.blocks[int(np.argmax(gone))]} is free, and the step reads it")
 
-    def _write(self, plan: Plan, span: Span) -> None:
+    def _write(self, plan: Plan, span: WrittenSpan) -> None:
         positions = np.arange(span.start, span.end)
         places = span.tenancy.blocks[positions // self._size], positions % self._size
         self._writer[places] = span.tenancy.number
@@ -163,7 +163,7 @@ class BlockLedger:
         self._step[places] = plan.step
         span.tenancy.length = span.end
 
-    def _read(self, plan: Plan, span: Span) -> None:
+    def _read(self, plan: Plan, span: WrittenSpan) -> None:
         """Every place below the row's length holds its own position, written by this tenancy or an adopted one."""
         tenancy, length = span.tenancy, span.end
         blocks = tenancy.blocks[: -(-length // self._size)]

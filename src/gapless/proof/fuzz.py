@@ -25,7 +25,7 @@ from gapless.proof.draw import Menu, draw_asks, draw_schedule
 from gapless.proof.judge import ALONE, Judge
 from gapless.proof.model_folders import FAILED, fuzz_model_folders
 from gapless.proof.part_files import Wrong, fuzz_part_files
-from gapless.proof.report import Failure, Tally
+from gapless.proof.report import ProofFailure, Tally
 from gapless.proof.schedule import Schedule
 from gapless.proof.stage import ModelStage
 from gapless.proof.tiny import FAMILIES, TINY, named_stage
@@ -62,9 +62,9 @@ def workload(seed: int, number: int) -> tuple[str, Schedule, tuple[int, ...]]:
 
 def run(
     seed: int, *, most_s: float | None = None, most_workloads: int | None = None, say: Callable[[str], None] = print
-) -> tuple[Tally, int, list[Failure]]:
+) -> tuple[Tally, int, list[ProofFailure]]:
     """Play workloads until time or number is up, or a few have failed."""
-    tally, failures, number = Tally(), list[Failure](), 0
+    tally, failures, number = Tally(), list[ProofFailure](), 0
     began = said = time.monotonic()
     while len(failures) < MOST_FAILURES and number != most_workloads:
         now = time.monotonic()
@@ -85,7 +85,7 @@ def run(
     return tally, number, failures
 
 
-def _try(seed: int, number: int, tally: Tally) -> Failure | None:
+def _try(seed: int, number: int, tally: Tally) -> ProofFailure | None:
     model, schedule, depths = workload(seed, number)
     stage = _stage(model)
     judge = Judge(stage, MENU.most_tokens)
@@ -93,7 +93,7 @@ def _try(seed: int, number: int, tally: Tally) -> Failure | None:
     if found is None:
         return None
     small = smallest(judge, found, stage.room)
-    return Failure(model, {}, stage.room, MENU.most_tokens, *small)
+    return ProofFailure(model, {}, stage.room, MENU.most_tokens, *small)
 
 
 def fuzz_schedules(seconds: float, seed: int, save: Path) -> Counter[str]:

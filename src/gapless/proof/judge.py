@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gapless.core.params import MAX_LOGPROBS
 from gapless.proof.play import Batch, Played, Trouble, Watch, play
 from gapless.proof.schedule import Ask, Schedule
-from gapless.proof.scores import ROUNDING, Asked, Scores
+from gapless.proof.scores import ROUNDING, Asked, RequestScores
 from gapless.proof.stage import LONE_BLOCK_SIZE, ModelStage
 from gapless.proof.tie import is_tie
 
@@ -29,7 +29,7 @@ class Alone:
 
     tokens: tuple[int, ...]
     reason: str
-    scores: Scores  # of every token, whether the request asked for them or not
+    scores: RequestScores  # of every token, whether the request asked for them or not
 
     def cut(self, max_tokens: int) -> Alone:
         """The same with fewer tokens allowed."""
@@ -100,7 +100,7 @@ class Judge:
         )
         played = play(self._stage, schedule, PLAIN)
         if played.trouble is not None:
-            return Alone((), f"{played.trouble.kind}: {played.trouble.message}", Scores())
+            return Alone((), f"{played.trouble.kind}: {played.trouble.message}", RequestScores())
         return Alone(played.tokens[ask.id], played.reasons[ask.id], played.scores[ask.id])
 
     def _against_alone(self, schedule: Schedule, played: Played) -> Verdict:

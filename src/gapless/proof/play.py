@@ -25,7 +25,7 @@ from gapless.pipeline.depth import FixedDepth
 from gapless.pipeline.executor import Executor, LocalExecutor, StepRunner, Ticket
 from gapless.pipeline.loop import run_loop
 from gapless.proof.schedule import Ask, Schedule
-from gapless.proof.scores import Scores
+from gapless.proof.scores import RequestScores
 from gapless.proof.stage import Cast, Stage
 from gapless.runner.fill import Filled
 from gapless.text.assembler import Assembler
@@ -78,7 +78,7 @@ class Played:
 
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    scores: dict[str, Scores] = field(default_factory=dict)
+    scores: dict[str, RequestScores] = field(default_factory=dict)
     streamed: dict[str, list[Progress]] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
@@ -129,7 +129,7 @@ class Player:
 
     def run(self) -> None:
         failures = self._schedule.failures if self._watch.invariants else None
-        recorder = Recorder(self._executor, self._scheduler, self._played, failures, self._schedule.depth)
+        recorder = NotingExecutor(self._executor, self._scheduler, self._played, failures, self._schedule.depth)
         try:
             run_loop(self._scheduler, recorder, FixedDepth(self._schedule.depth), self._admit, self._deliver)
         finally:
@@ -200,7 +200,7 @@ class Player:
         text = self._texts[request.id]
         text.push(request.tokens[request.num_prompt + len(text.token_ids) :].tolist())
         self._played.tokens[request.id] = tuple(text.token_ids)
-        self._played.scores[request.id] = Scores.of(request, len(text.token_ids))
+        self._played.scores[request.id] = RequestScores.of(request, len(text.token_ids))
         self._played.reasons[request.id] = "stop" if text.stop is not None else finished.reason
 
     def _count(self) -> None:
@@ -243,7 +243,7 @@ def forget(cast: Cast, junk: float) -> None:
         layer[cast.limits.num_blocks :] = 0  # nobody's, and never over
 
 
-class Recorder:
+class NotingExecutor:
     """An executor that writes down each step's members and samples, and knows which steps must fail."""
 
     def __init__(

@@ -83,7 +83,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class ProofFailure:
     """A schedule that shows something wrong, and on what it was played."""
 
     model: str
@@ -98,7 +98,7 @@ class Failure:
         path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> Failure:
+    def load(cls, path: Path) -> ProofFailure:
         """Raises ConfigError."""
         try:
             value = json.loads(path.read_text("utf-8"))

@@ -18,14 +18,14 @@ RANK_SHARE = 1e-3  # where rounding is allowed, ranks may differ by one, and by 
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class RequestScores:
     """One for each token that they were asked for; none where they were not."""
 
     completion: tuple[TokenLogprob, ...] = ()
     prompt: tuple[TokenLogprob | None, ...] = ()  # None: the first, or left out by an early end
 
     @classmethod
-    def of(cls, request: Request, num_tokens: int) -> Scores:
+    def of(cls, request: Request, num_tokens: int) -> RequestScores:
         return cls(completion_logprobs(request, num_tokens) or (), prompt_logprobs(request) or ())
 
 
@@ -34,8 +34,8 @@ class Asked:
     """A request's scores beside the right ones, as far as they can be compared."""
 
     params: SamplingParams
-    got: Scores
-    right: Scores  # may have more of everything
+    got: RequestScores
+    right: RequestScores  # may have more of everything
     num_tokens: int  # generated ones with the same history
     is_whole: bool  # no prompt token's may be missing
 

@@ -5,7 +5,7 @@ that only steer the launch (sizes, spans) stay in the plan on the host.
 
     decode_rows | chunk_tokens | chunk_positions | chunk_token_rows | chunk_rows | chunk_offsets | chunk_starts
     | chunk_ends | sample_tokens | sample_rows | score_samples | score_tokens | score_targets
-    | new_blocks (row, index, block) | seat_rows | seats (SEAT_WORDS numbers each)
+    | new_blocks (row, index, block) | seat_rows | seats (SEAT_WORDS numbers each) | block_copies (from, to)
 
 What comes back is one array too: the sampled tokens, then the scores (`plan.score_width` numbers each).
 """
@@ -36,6 +36,7 @@ class Sections:
     num_targets: int
     num_new_blocks: int
     num_seats: int
+    num_block_copies: int = 0
 
     @classmethod
     def of(cls, plan: Plan) -> Sections:
@@ -50,6 +51,7 @@ class Sections:
             plan.num_scores - num_score_samples,
             len(plan.new_blocks),
             len(plan.seat_rows),
+            len(plan.block_copies),
         )
 
     @property
@@ -72,6 +74,7 @@ class Sections:
             3 * self.num_new_blocks,
             self.num_seats,
             self.num_seats * SEAT_WORDS,
+            2 * self.num_block_copies,
         )
 
     @property
@@ -147,12 +150,13 @@ class Packed:
     new_blocks: torch.Tensor  # [num_new_blocks, 3]
     seat_rows: torch.Tensor  # [num_seats]
     seats: torch.Tensor  # [num_seats, SEAT_WORDS]
+    block_copies: torch.Tensor  # [num_block_copies, 2] from, to
 
 
 def capacity(limits: Limits) -> int:
     """Numbers that any plan within the limits packs into."""
     rows, tokens = limits.num_rows, limits.max_batch_tokens
-    return Sections(rows, tokens, rows, rows, rows, tokens, limits.max_new_blocks, rows).total
+    return Sections(rows, tokens, rows, rows, rows, tokens, limits.max_new_blocks, rows, limits.num_rows).total
 
 
 def result_capacity(limits: Limits) -> int:
@@ -162,13 +166,14 @@ def result_capacity(limits: Limits) -> int:
 
 def fill(plan: Plan, out: IntArray) -> int:
     """Write the plan into `out`, which the caller owns until the copy is over; return how many numbers it took."""
+    assert len(plan.decode_widths) == 0, "no runner verifies drafts yet"
     parts: list[IntArray] = [plan.decode_rows]
     if plan.chunks:
         parts += _chunk_parts(plan)
     parts += [_sample_tokens(plan), plan.sample_rows]
     if plan.num_scores:
         parts += [plan.score_samples, *_target_parts(plan)]
-    parts += [plan.new_blocks.reshape(-1), plan.seat_rows, plan.seats.reshape(-1)]
+    parts += [plan.new_blocks.reshape(-1), plan.seat_rows, plan.seats.reshape(-1), plan.block_copies.reshape(-1)]
     end = 0
     for part in parts:
         start, end = end, end + len(part)
@@ -178,9 +183,8 @@ def fill(plan: Plan, out: IntArray) -> int:
 
 def unpack(packed: torch.Tensor, sections: Sections) -> Packed:
     """Views of the sections of a packed plan."""
-    parts = list(torch.split(packed[: sections.total], list(sections.sizes)))
-    parts[-3], parts[-1] = parts[-3].view(-1, 3), parts[-1].view(-1, SEAT_WORDS)
-    return Packed(*parts)
+    *head, new_blocks, seat_rows, seats, copies = torch.split(packed[: sections.total], list(sections.sizes))
+    return Packed(*(*head, new_blocks.view(-1, 3), seat_rows, seats.view(-1, SEAT_WORDS), copies.view(-1, 2)))
 
 
 def _chunk_parts(plan: Plan) -> list[IntArray]:

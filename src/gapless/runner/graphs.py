@@ -155,7 +155,7 @@ class GraphRunner:
         """Replay the plan's graph, or run it as it is."""
         plan, shape = filled.plan, filled.shape
         if shape is None:
-            self.ledger["no graph: log-probabilities" if plan.num_scores else "no graph: prefill"] += 1
+            self.ledger[_why_no_graph(plan)] += 1
             self._runner.step(filled, packed_plan, out)
             return
         resident, self._resident = self._resident, None  # unknown, should this raise
@@ -176,7 +176,7 @@ class GraphRunner:
 
     def _shape(self, plan: Plan) -> Shape | None:
         """The smallest captured shape that holds the plan."""
-        if plan.num_scores:
+        if plan.num_scores or len(plan.block_copies):
             return None
         if plan.chunks:
             return next((shape for shape in self._mixed_shapes if shape.holds(plan)), None)
@@ -261,6 +261,12 @@ class GraphRunner:
         rows = self._runner.rows
         rows.length[-1:].zero_()  # the padding row never gets anywhere
         rows.last_token[-1:].zero_()
+
+
+def _why_no_graph(plan: Plan) -> str:
+    if plan.num_scores:
+        return "no graph: log-probabilities"
+    return "no graph: block copies" if len(plan.block_copies) else "no graph: prefill"
 
 
 def _record(body: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:

@@ -29,11 +29,19 @@ class KVStore:
         dtype: torch.dtype,
         heads_first: bool,
     ) -> None:
+        self._block_size = block_size
         num_slots, num_heads = (num_blocks + 1) * block_size, 2 * num_kv_heads
         shape = (num_heads, num_slots) if heads_first else (num_slots, num_heads)
         self.buffer: Buffer = device.buffer("kv", (num_layers, *shape, head_dim), dtype)
         layers = self.buffer.tensor.unbind(0)
         self.pools = [layer.transpose(0, 1) for layer in layers] if heads_first else list(layers)
+
+    def copy_blocks(self, copies: torch.Tensor) -> None:
+        """Copy whole blocks; copies [n, 2] are from and to. No block is both."""
+        sources, targets = copies.long().unbind(1)
+        for pool in self.pools:
+            blocks = pool.view(-1, self._block_size, *pool.shape[1:])
+            blocks[targets] = blocks[sources]
 
 
 def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

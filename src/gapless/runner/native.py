@@ -112,6 +112,7 @@ class NativeRunner:
     def __init__(self, device: Device, limits: Limits, model: NativeModel, kv: KVStore) -> None:
         self._model, self._kv = model, kv  # the library has pointers into both
         self._library: Any = native.load_library()
+        self._num_blocks = limits.num_blocks + 1
         self.rows = RowStore(device, limits)
         self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
         self.ledger: Counter[str] = Counter()  # nothing to miss
@@ -137,6 +138,8 @@ class NativeRunner:
         sections = Sections.of(plan)
         if len(plan.seat_rows):
             self.rows.apply(unpack(packed_plan, sections))
+        if len(plan.block_copies):
+            self._copy_blocks(unpack(packed_plan, sections).block_copies)
         is_whole = not (plan.needs or plan.num_scores)  # the call does all of it
         counts = native.Sections(
             sections.num_decodes,
@@ -151,6 +154,12 @@ class NativeRunner:
         _check(self._library.gapless_step(self._engine, packed_plan.data_ptr(), counts, logits, out.data_ptr()))
         if not is_whole:
             self._finish(plan, unpack(packed_plan, sections), out)
+
+    def _copy_blocks(self, copies: Tensor) -> None:
+        """Whole blocks, all layers at once: a block's memory lies together here."""
+        sources, targets = copies.long().unbind(1)
+        blocks = self._kv.buffer.tensor.view(self._num_blocks, -1)
+        blocks[targets] = blocks[sources]
 
     @torch.inference_mode()
     def _finish(self, plan: Plan, packed: Packed, out: Tensor) -> None:

@@ -30,6 +30,7 @@ class Runner:
         self._block_size = limits.block_size
         self._num_rows = limits.num_rows
         self._step = step
+        self._kv = kv
         self.rows = RowStore(device, limits)
         self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
         self.ledger: Counter[str] = Counter()  # steps that missed a faster runner, by reason
@@ -50,6 +51,8 @@ class Runner:
         plan = filled.plan
         packed = unpack(packed_plan, Sections.of(plan))
         self.rows.apply(packed)
+        if len(plan.block_copies):
+            self._kv.copy_blocks(packed.block_copies)
         found = self.run(plan, packed, plan.needs, out)
         if plan.num_scores:
             self._write_scores(plan, packed, found, out[plan.num_samples : plan.num_results])

@@ -1,0 +1,110 @@
+"""Turns what a step sampled into facts: tokens of requests, and requests that are over.
+
+A row may have been promised several samples and bring fewer. What was promised too much is taken back first; then the
+samples are settled one of each row at a time, so that a stop among them ends the request where it stands.
+Only the scheduler calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from gapless.core.outcome import Commit, Counters, Finished, Progress, not_finite, progress_of
+from gapless.core.plan import NO_MORE, Plan, score_width
+from gapless.core.prefix_sharing import PrefixSharing
+from gapless.core.request import IntArray, LongArray, Request, RowTable
+from gapless.core.scoring import Scoring
+
+Finish = Callable[[Request, str, BaseException | None], Finished]
+Samples = tuple[IntArray, LongArray, IntArray]  # rows, their epochs in the plan, one token of each
+
+
+class Facts:
+    """Writes what is known of the rows."""
+
+    def __init__(
+        self, rows: RowTable, sharing: PrefixSharing, scoring: Scoring, counters: Counters, finish: Finish
+    ) -> None:
+        self._rows = rows
+        self._sharing = sharing
+        self._scoring = scoring
+        self._counters = counters
+        self._finish = finish
+
+    def settle(self, plan: Plan, results: IntArray) -> Commit:
+        """The plan's slots hold the samples of its rows in order; the plan's scores follow."""
+        if plan.num_scores:
+            live = self._rows.epoch[plan.sample_rows] == plan.sample_epochs
+            self._scoring.keep(plan, live, results[plan.num_slots :].reshape(-1, score_width(plan.num_top)))
+        if len(plan.decode_widths) == 0:
+            return self._settle_one_each(plan.sample_rows, plan.sample_epochs, results[: plan.num_slots])
+        found = [self._settle_one_each(*samples) for samples in self._rounds(plan, results[: plan.num_slots])]
+        return Commit(
+            sum(commit.num_tokens for commit in found),
+            tuple(item for commit in found for item in commit.progress),
+            tuple(item for commit in found for item in commit.finished),
+        )
+
+    def _rounds(self, plan: Plan, slots: IntArray) -> Iterator[Samples]:
+        """The first sample of each row, then the second of those that have one, and so on."""
+        widths = plan.sample_widths
+        starts = np.cumsum(widths) - widths
+        has = np.arange(widths.max()) < widths[:, None]  # [num_samples, widest]
+        ragged = np.full(has.shape, NO_MORE, np.int32)
+        ragged[has] = slots
+        counts = (ragged != NO_MORE).sum(axis=1)
+        self._take_back(plan, widths - counts)
+        for number in range(int(counts.max())):
+            chosen = counts > number
+            yield plan.sample_rows[chosen], plan.sample_epochs[chosen], slots[starts[chosen] + number]
+
+    def _take_back(self, plan: Plan, num_missing: LongArray) -> None:
+        """Promises that the step did not keep."""
+        rows = self._rows
+        live = rows.epoch[plan.sample_rows] == plan.sample_epochs
+        sampled, num_missing = plan.sample_rows[live], num_missing[live]
+        rows.pending[sampled] -= num_missing
+        rows.cursor[sampled] -= num_missing
+
+    def _settle_one_each(self, sampled: IntArray, epochs: LongArray, tokens: IntArray) -> Commit:
+        rows = self._rows
+        live = rows.epoch[sampled] == epochs
+        if not live.all():
+            self._counters.num_overrun += int(len(live) - live.sum())
+            sampled, tokens = sampled[live], tokens[live]
+        finished: list[Finished] = []
+        if (missing := tokens < 0).any():  # NO_SAMPLE
+            finished += [self._finish_without_sample(row) for row in sampled[missing].tolist()]
+            sampled, tokens = sampled[~missing], tokens[~missing]
+        known = rows.num_tokens[sampled]
+        total = known + 1
+        rows.tokens[sampled, known] = tokens
+        rows.num_tokens[sampled] = total
+        rows.pending[sampled] -= 1
+        self._counters.num_generated += len(sampled)
+        self._sharing.register_full(sampled, total)
+        progress = self._progress(sampled, tokens)
+        stopped = (tokens[:, None] == rows.stop_ids[sampled]).any(axis=1) & (total >= rows.min_total[sampled])
+        over = stopped | (total >= rows.limit[sampled])
+        if over.any():
+            ends = zip(sampled[over].tolist(), stopped[over].tolist(), strict=True)
+            finished += [self._finish(self._owner(row), "stop" if stop else "length", None) for row, stop in ends]
+        return Commit(len(sampled), progress, tuple(finished))
+
+    def _progress(self, sampled: IntArray, tokens: IntArray) -> tuple[Progress, ...]:
+        streaming = self._rows.streams[sampled]
+        if not streaming.any():
+            return ()
+        pairs = zip(sampled[streaming].tolist(), tokens[streaming].tolist(), strict=True)
+        return tuple(progress_of(self._owner(row), token) for row, token in pairs)
+
+    def _finish_without_sample(self, row: int) -> Finished:
+        """End a request whose logits had no largest number."""
+        return self._finish(self._owner(row), "error", not_finite(int(self._rows.num_tokens[row])))
+
+    def _owner(self, row: int) -> Request:
+        request = self._rows.request[row]
+        assert request is not None
+        return request

@@ -1,0 +1,102 @@
+"""Blocks that several requests share because their tokens begin alike.
+
+Finds blocks for a request that waits, and lets others find the blocks of a row once a planned step fills them with
+known tokens. Blocks can be found from the plan after the one that computes them. If another request in this plan
+already computes the same prefix, waiting one step is cheaper than computing it twice.
+Only the scheduler calls this. Owns the chain of each row's registered blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from gapless.core.block_pool import BlockPool
+from gapless.core.prefix_index import ROOT, Key
+from gapless.core.request import IntArray, LongArray, Request, RowTable
+
+WORTH_A_STEP = 8  # blocks
+
+
+class PrefixSharing:
+    """What rows have in common. Where the cache is off, nothing."""
+
+    def __init__(self, rows: RowTable, pool: BlockPool, block_size: int, *, enabled: bool) -> None:
+        self._rows = rows
+        self._pool = pool
+        self._size = block_size
+        self.enabled = enabled
+        self._computing: dict[Key, int] = {}  # rows of the plan in the making, by the first block not yet registered
+
+    # -- finding -----------------------------------------------------------------------------------------------------
+
+    def match(self, request: Request) -> tuple[list[int], int]:
+        """Blocks that hold the first tokens of the request, and the index entry of the last of them."""
+        if not self.enabled:
+            return [], ROOT
+        tokens = findable(request)
+        return self._pool.index.match(tokens, len(tokens))
+
+    def begin_plan(self, rows: Iterable[int]) -> None:
+        """A new plan computes tokens of these rows."""
+        self._computing.clear()
+        for row in rows:
+            self.add_to_plan(row)
+
+    def add_to_plan(self, row: int) -> None:
+        """The plan computes tokens of this row too."""
+        if not self.enabled:
+            return
+        start = int(self._rows.num_chained[row]) * self._size
+        end = start + self._size
+        if end <= self._rows.num_tokens[row]:
+            self._computing[int(self._rows.chain[row]), self._rows.tokens[row, start:end].tobytes()] = row
+
+    def should_wait(self, request: Request, num_found: int, entry: int) -> bool:
+        """Whether a row of the plan computes so many of the request's tokens, beyond those found below `entry`."""
+        if not self._computing:
+            return False
+        tokens = findable(request)
+        row = self._computing.get((entry, tokens[num_found : num_found + self._size].tobytes()))
+        if row is None:
+            return False
+        end = min(len(tokens), int(self._rows.num_tokens[row]))
+        differ = np.flatnonzero(tokens[num_found:end] != self._rows.tokens[row, num_found:end])
+        num_common = int(differ[0]) if len(differ) else end - num_found
+        return num_common >= WORTH_A_STEP * self._size
+
+    # -- registering -------------------------------------------------------------------------------------------------
+
+    def adopt(self, row: int, num_blocks: int, entry: int) -> None:
+        """The row begins with blocks that were found."""
+        self._rows.chain[row], self._rows.num_chained[row] = entry, num_blocks
+
+    def register(self, row: int) -> None:
+        """Let others find the row's blocks that are full of facts and written by a planned or launched step."""
+        if not self.enabled:
+            return
+        rows, size = self._rows, self._size
+        full = min(int(rows.cursor[row]), int(rows.num_tokens[row])) // size
+        for index in range(rows.num_chained[row], full):
+            tokens = rows.tokens[row, index * size : (index + 1) * size]
+            rows.chain[row] = self._pool.index.insert(rows.chain[row], tokens, int(rows.blocks[row, index]))
+        rows.num_chained[row] = max(full, rows.num_chained[row])
+
+    def register_full(self, rows: IntArray, num_tokens: LongArray) -> None:
+        """The same for those of the rows whose last known token begins a new block."""
+        if self.enabled:
+            for row in rows[(num_tokens - 1) % self._size == 0].tolist():
+                self.register(row)
+
+    def check(self, rows: Iterable[int]) -> None:
+        """Assert that nobody can find a block whose tokens nobody knows yet."""
+        assert all(self._rows.num_chained[row] * self._size <= self._rows.num_tokens[row] for row in rows)
+
+
+def findable(request: Request) -> IntArray:
+    """Its first tokens, those that may come from the cache."""
+    length = len(request.tokens) - 1  # one is left to compute: its logits
+    if request.lacks_prompt_scores:  # positions that are found in the cache have no logits
+        length = min(length, request.num_prompt_scores)
+    return request.tokens[:length]
