@@ -68,6 +68,8 @@ MAY_SAY_CUDA = (
     "kernels.py",
 )
 
+MAY_NAME_CUDA = ("config.py", "device/", "runner/kits/", "kernels", "bench/")  # bench: peers and GPU workloads
+
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 
@@ -147,6 +149,15 @@ def test_cuda_is_said_in_few_places(path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_the_kind_of_device_is_asked_in_few_places(path: Path) -> None:
+    """Elsewhere the kit has the answer."""
+    if path.as_posix().startswith(MAY_NAME_CUDA):
+        return
+    named = [node.lineno for node in ast.walk(parse(path)) if isinstance(node, ast.Constant) and node.value == "cuda"]
+    assert not named, f"{path}: line {named} asks for the kind of device; the kit knows (runner/kits)"
+
+
 def test_everybody_has_a_line_in_the_law() -> None:
     assert {owner(path) for path in FILES} <= {*LAW, *FREE}
 
@@ -196,6 +207,6 @@ def test_the_cpu_path_needs_no_triton() -> None:
     """Triton comes with torch's CUDA builds only; a plain installation does without."""
     code = (
         "import sys; sys.modules['triton'] = None; import gapless.runner.build, gapless.llm, gapless.async_llm;"
-        "import gapless.attention.reference, gapless.models.loader, gapless.bench.host"
+        "import gapless.runner.kits.cpu, gapless.attention.reference, gapless.models.loader, gapless.bench.host"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
