@@ -14,8 +14,8 @@ import torch
 import triton
 
 from gapless.attention.base import Attend, AttentionBatch, Rotation
-from gapless.attention.triton_kernels import decode, prefill, rotate_and_store
-from gapless.kernels import early
+from gapless.kernels.attention import decode, prefill, rotate_and_store
+from gapless.kernels.launch import early
 
 HEADS_A_PROGRAM = 8  # of the rotation kernel
 MANY_SPLITS, MAX_SPLITS = 8, 16

@@ -50,7 +50,7 @@ class CausalLM:
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """token_ids [n] int32 or int64, positions [n] int64 -> hidden [n, hidden_size]."""
         hidden = self.embed(token_ids)
-        cos_sin = self.rotary.at(positions)  # on a GPU launched as usual, which attention counts on (gapless.kernels)
+        cos_sin = self.rotary.at(positions)  # on a GPU launched as usual, which attention counts on (kernels/launch)
         for layer in self.layers:
             hidden = layer(hidden, cos_sin, attend)
         return self.norm(hidden)

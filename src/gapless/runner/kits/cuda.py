@@ -17,15 +17,15 @@ from gapless.attention.triton import TritonAttention
 from gapless.config import EngineOptions
 from gapless.device.base import Device
 from gapless.device.cuda import replay_s
+from gapless.kernels.batch_invariant import fixed_product
 from gapless.models.config import ModelConfig
-from gapless.models.fixed import fixed_product
 from gapless.models.layers import Layers
 from gapless.models.llama import weight_shapes
 from gapless.models.loader import load_model
 from gapless.models.skinny_layers import SkinnyLayers
 from gapless.models.source import ModelSource
 from gapless.runner.attention_choice import candidates, make_attention
-from gapless.runner.draw_kernels import pick
+from gapless.runner.draw import pick
 from gapless.runner.graphs import GraphRunner
 from gapless.runner.kits.base import (
     Built,

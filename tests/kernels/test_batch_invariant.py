@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from gapless.models.fixed import fixed_product
+from gapless.kernels.batch_invariant import fixed_product
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = torch.cuda.is_available()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gapless.kernels import in_turn
+from gapless.kernels.launch import in_turn
 
 SHARE = tl.constexpr(16)  # a split's keys are a multiple of this; whole tiles would leave the last split with few
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gapless.kernels import early, in_turn
+from gapless.kernels.launch import early, in_turn
 
 
 @triton.jit

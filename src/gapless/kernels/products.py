@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import triton
 
-from gapless.kernels import HOPPER, early, generation, shared_memory_bytes
-from gapless.models import skinny_kernels as kernels
-from gapless.models.tilings import MAX_ROWS, Tiling, choose_tiling
+from gapless.kernels import skinny
+from gapless.kernels.launch import HOPPER, early, generation, shared_memory_bytes
+from gapless.kernels.tilings import MAX_ROWS, Tiling, choose_tiling
 
 SQUARES_TILES = 512  # column tiles of a residual at most
 PARTS = 2**21  # numbers that the parts of a split product have at most
@@ -38,7 +38,7 @@ def embed(ids: torch.Tensor, table: torch.Tensor, workspace: Workspace) -> torch
     size = table.shape[1]
     out = torch.empty(len(ids), size, dtype=table.dtype, device=table.device)
     block = triton.next_power_of_2(size)
-    kernels.embedding[(len(ids),)](ids, table, out, workspace.squares, SIZE=size, BLOCK=block, num_warps=4, **early())
+    skinny.embedding[(len(ids),)](ids, table, out, workspace.squares, SIZE=size, BLOCK=block, num_warps=4, **early())
     return out
 
 
@@ -48,7 +48,7 @@ def has_ring() -> bool:
     if generation() != HOPPER:
         return False
     try:
-        from gapless.models import ring_kernels  # noqa: F401
+        from gapless.kernels import ring  # noqa: F401
     except (ImportError, AttributeError):  # Gluon is experimental: its names come and go
         return False
     return True
@@ -91,7 +91,7 @@ def product(
         "num_warps": tiling.num_warps,
     }  # fmt: skip
     if tiling.kernel == "vector":
-        kernels.vector_product[(num_tiles,)](x, weight, out, squares, squares, num_squares, eps, **shape, **early())
+        skinny.vector_product[(num_tiles,)](x, weight, out, squares, squares, num_squares, eps, **shape, **early())
         return out
     if tiling.splits > 1:
         assert not gated  # parts of `up` are not added up
@@ -103,7 +103,7 @@ def product(
         assert row_tiles == 1
         _launch_ring(x, weight, out, scratch, tiling, shape)
         return out
-    kernels.product[(num_tiles, tiling.splits, row_tiles)](
+    skinny.product[(num_tiles, tiling.splits, row_tiles)](
         x, weight, out, *scratch, ASK_BYTES=tiling.ask_bytes, ASKS=ASKS,
         num_stages=_num_stages(tiling, gated=gated), **shape, **early(),
     )  # fmt: skip
@@ -118,11 +118,11 @@ def _launch_ring(
     tiling: Tiling,
     shape: dict[str, Any],
 ) -> None:
-    from gapless.models import ring_kernels  # on Hopper alone
+    from gapless.kernels import ring  # on Hopper alone
 
-    tiles = ring_kernels.in_tiles(weight, tiling.block_n, tiling.block_k)
+    tiles = ring.in_tiles(weight, tiling.block_n, tiling.block_k)
     grid = (out.shape[1] // tiling.block_n, tiling.splits)
-    ring_kernels.ring_product[grid](x, tiles, out, *scratch, NUM_STAGES=tiling.num_stages, **shape, launch_pdl=True)
+    ring.ring_product[grid](x, tiles, out, *scratch, NUM_STAGES=tiling.num_stages, **shape, launch_pdl=True)
 
 
 def _num_stages(tiling: Tiling, *, gated: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gapless.models.tilings import MAX_ROWS, NUM_CORES, SHARED_MEMORY_BYTES, VECTOR_BYTES, Tiling, choose_tiling
+from gapless.kernels.tilings import MAX_ROWS, NUM_CORES, SHARED_MEMORY_BYTES, VECTOR_BYTES, Tiling, choose_tiling
 
 # hidden, intermediate, queries' size, keys' size, vocabulary
 MODELS = {
@@ -74,7 +74,7 @@ def test_tilings_cover_their_product_and_fit_the_chip(num_rows: int, model: str,
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("model", [*MODELS, *OTHERS])
 def test_tilings_stay_within_the_workspace(model: str, ring: bool) -> None:
-    skinny = pytest.importorskip("gapless.models.skinny")
+    launcher = pytest.importorskip("gapless.kernels.products")
     for name, (columns, inner, gated, adds) in products(model).items():
         for num_rows in range(1, MAX_ROWS + 2):
             tiling = tile(num_rows, model, name, ring=ring)
@@ -82,15 +82,15 @@ def test_tilings_stay_within_the_workspace(model: str, ring: bool) -> None:
                 continue
             num_tiles, row_tiles = columns // tiling.block_n, -(-num_rows // tiling.block_m)
             assert row_tiles * tiling.block_m <= MAX_ROWS  # padding has sums of squares too
-            assert not adds or num_tiles <= skinny.SQUARES_TILES
+            assert not adds or num_tiles <= launcher.SQUARES_TILES
             if tiling.kernel == "vector":
                 assert 2 * (2 if gated else 1) * tiling.block_n * inner <= VECTOR_BYTES
                 assert num_tiles <= 2 * NUM_CORES
             if tiling.splits > 1:
-                assert num_tiles * row_tiles <= skinny.COUNTERS
-                assert tiling.splits * columns * row_tiles * tiling.block_m <= skinny.PARTS
+                assert num_tiles * row_tiles <= launcher.COUNTERS
+                assert tiling.splits * columns * row_tiles * tiling.block_m <= launcher.PARTS
             if tiling.ask_bytes:
-                check_asks(tiling, inner // tiling.splits, inner, skinny.ASKS)
+                check_asks(tiling, inner // tiling.splits, inner, launcher.ASKS)
 
 
 def check_asks(tiling: Tiling, part_size: int, inner: int, num_asks: int) -> None:

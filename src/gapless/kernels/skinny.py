@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gapless.kernels import in_turn, prefetch
+from gapless.kernels.launch import in_turn, prefetch
 
 
 @triton.jit

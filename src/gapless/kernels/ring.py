@@ -90,7 +90,7 @@ def ring_product(
     NUM_STAGES: gl.constexpr, SPLITS: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
     MAX_SQUARES: gl.constexpr, SQUARES_STRIDE: gl.constexpr, LET_IN: gl.constexpr,
 ):  # fmt: skip
-    """One tile of columns and all rows, over one part of the inner dimension, as skinny_kernels' `product`.
+    """One tile of columns and all rows, over one part of the inner dimension, as `skinny.product`.
 
     weight: a descriptor of [N, K] in tiles [BLOCK_N, BLOCK_K].
     LET_IN: the next kernel may come in when all weights are asked for, not only when they are read.
