@@ -52,7 +52,7 @@ def test_weights_and_nothing_else_are_under_way_before_the_wait(name: str) -> No
     values = {
         "N": columns, "K": inner, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k,
         "NUM_STAGES": tiling.num_stages, "SPLITS": tiling.splits, "NORM": not adds, "GATED": gated, "ADD": adds,
-        "MAX_SQUARES": 32, "SQUARES_STRIDE": 256, "LET_IN": tiling.lets_in,
+        "MAX_SQUARES": 32, "SQUARES_STRIDE": 256, "TRIGGER_EARLY": tiling.triggers_early,
     }  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     ran = subprocess.run(

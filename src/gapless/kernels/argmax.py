@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 
 from gapless.core.plan import NO_SAMPLE
-from gapless.kernels.launch import early, in_turn
+from gapless.kernels.launch import launch_dependents_and_wait, pdl
 
 
 @triton.jit
 def _largest(
-    logits, values, indices, VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_TILES: tl.constexpr, EARLY: tl.constexpr
+    logits, values, indices, VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_TILES: tl.constexpr, PDL: tl.constexpr
 ):
     """The largest logit of one tile of one row, and where it is."""
-    in_turn(EARLY)
+    launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     column = tile * BLOCK + tl.arange(0, BLOCK)
@@ -27,10 +27,10 @@ def _largest(
 
 @triton.jit
 def _largest_of_tiles(
-    values, indices, tokens, NUM_TILES: tl.constexpr, BLOCK: tl.constexpr, NO_SAMPLE: tl.constexpr, EARLY: tl.constexpr
+    values, indices, tokens, NUM_TILES: tl.constexpr, BLOCK: tl.constexpr, NO_SAMPLE: tl.constexpr, PDL: tl.constexpr
 ):
     """The first of the largest logits of one row; NO_SAMPLE where they are not finite."""
-    in_turn(EARLY)
+    launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, BLOCK)
     here = tile < NUM_TILES
@@ -49,7 +49,7 @@ def argmax(logits: torch.Tensor, tile: int = 4096) -> torch.Tensor:
     values = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device)
     indices = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    tiles = {"NUM_TILES": num_tiles, **early()}
+    tiles = {"NUM_TILES": num_tiles, **pdl()}
     _largest[(num_rows, num_tiles)](logits, values, indices, VOCAB=vocab, BLOCK=tile, num_warps=8, **tiles)
     block = triton.next_power_of_2(num_tiles)
     _largest_of_tiles[(num_rows,)](values, indices, tokens, BLOCK=block, NO_SAMPLE=NO_SAMPLE, num_warps=1, **tiles)

@@ -1,4 +1,4 @@
-"""The two ends of a captured decode step, one Triton kernel each: from rows to model inputs, from tokens to rows.
+"""The two ends of a captured decode step, one Triton kernel each: rows to model inputs, and tokens to rows.
 
 A row of padding (the last one) reads and writes its own scratch block and never advances.
 """
@@ -9,16 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from gapless.kernels.launch import early, in_turn
+from gapless.kernels.launch import launch_dependents_and_wait, pdl
 
 
 @triton.jit
 def _begin(
     packed, last_token, length, blocks, ids, positions, slots, lengths, rows, num_rows, table_stride,
-    BATCH: tl.constexpr, BLOCK_SIZE: tl.constexpr, EARLY: tl.constexpr,
+    BATCH: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: take in its new block, if it got one, and say what the model is fed."""
-    in_turn(EARLY)
+    launch_dependents_and_wait(PDL)
     i = tl.program_id(0)
     row = tl.load(packed + i).to(tl.int64)
     new_block = tl.load(packed + BATCH + i).to(tl.int64)
@@ -36,9 +36,9 @@ def _begin(
 
 
 @triton.jit
-def _end(tokens, rows, lengths, last_token, length, out, num_rows, EARLY: tl.constexpr):
+def _end(tokens, rows, lengths, last_token, length, out, num_rows, PDL: tl.constexpr):
     """One row: keep the sampled token and move on."""
-    in_turn(EARLY)
+    launch_dependents_and_wait(PDL)
     i = tl.program_id(0)
     row = tl.load(rows + i)
     token = tl.load(tokens + i)
@@ -70,7 +70,7 @@ def begin(
     _begin[(inputs.batch,)](
         packed, last_token, length, blocks,
         inputs.ids, inputs.positions, inputs.slots, inputs.lengths, inputs.rows,
-        len(last_token) - 1, blocks.stride(0), BATCH=inputs.batch, BLOCK_SIZE=block_size, num_warps=1, **early(),
+        len(last_token) - 1, blocks.stride(0), BATCH=inputs.batch, BLOCK_SIZE=block_size, num_warps=1, **pdl(),
     )  # fmt: skip
 
 
@@ -79,5 +79,5 @@ def end(
 ) -> None:
     """Write `tokens` [batch] int64 to the rows and to `out` int32."""
     _end[(inputs.batch,)](
-        tokens, inputs.rows, inputs.lengths, last_token, length, out, len(last_token) - 1, num_warps=1, **early()
+        tokens, inputs.rows, inputs.lengths, last_token, length, out, len(last_token) - 1, num_warps=1, **pdl()
     )

@@ -1,10 +1,10 @@
-"""What all Triton kernels share: how they are launched, and what the GPU has room for.
+"""What all kernels share: programmatic dependent launch (PDL), prefetches, and what the GPU has room for.
 
-Programmatic dependent launch lets a kernel come in while the one before it still runs; a kernel that is launched so
-waits (`gdc_wait`) before it touches what that one writes, and says (`gdc_launch_dependents`) from when on the next may
-come. What nobody writes, weights above all, it may ask for before it waits. A kernel may run ahead of several others,
-but not of one that is launched as usual, nor of the step before. That is why attention may read rows, lengths and
-blocks before it waits: after the kernel that begins the step, one that is launched as usual gathers rope's angles.
+With PDL a kernel is launched while the one before it still runs. It waits (`gdc_wait`) before it touches what that one
+writes, and triggers (`gdc_launch_dependents`) the launch of the next one. Before it waits it may prefetch what no
+kernel writes, weights above all. A kernel may run ahead of several others, but not of one that is launched without PDL,
+nor of the step before. Attention relies on that: it reads rows, lengths and blocks before it waits, because the kernel
+that gathers rope's angles, after the one that begins the step, is launched without PDL.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ HOPPER = 9
 
 @cache
 def generation() -> int:
-    """The GPU's, as NVIDIA counts them; 0: there is none."""
+    """The major compute capability of the GPU; 0: there is none."""
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
 
 
 @cache
-def early() -> dict[str, Any]:
-    """Launch arguments of a kernel that has the two calls: on where the GPU knows them (Hopper and later)."""
-    return {"EARLY": True, "launch_pdl": True} if generation() >= HOPPER else {"EARLY": False}
+def pdl() -> dict[str, Any]:
+    """Launch arguments of a kernel that has the two calls: PDL is on from Hopper on."""
+    return {"PDL": True, "launch_pdl": True} if generation() >= HOPPER else {"PDL": False}
 
 
 @cache
 def shared_memory_bytes() -> int | None:
-    """What a program may take of a core's shared memory; None: no GPU, no limit."""
+    """Shared memory that a program may take; None: no GPU, no limit."""
     if not torch.cuda.is_available():
         return None
     driver = triton.runtime.driver.active
@@ -41,16 +41,16 @@ def shared_memory_bytes() -> int | None:
 
 
 @triton.jit
-def in_turn(EARLY: tl.constexpr):
-    """Let the next kernel come in, and wait for the one before: all of a short kernel's part in it."""
-    if EARLY:
+def launch_dependents_and_wait(PDL: tl.constexpr):
+    """Trigger the next kernel's launch, then wait for the one before: all that a short kernel does about PDL."""
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def prefetch(address, size):
-    """Have memory brought into the second-level cache: `size` bytes, a multiple of 16, from each address."""
+    """Prefetch `size` bytes, a multiple of 16, from each address into the L2 cache."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [address, size],
         dtype=tl.int32, is_pure=False, pack=1,

@@ -22,7 +22,7 @@ from gapless.models.layers import Gate, Hidden, Norm
 
 
 class Product(Protocol):
-    """x [m, in], weight [out, in], bias [out] -> [m, out], in x's dtype unless another is given."""
+    """x [m, in], weight [out, in], bias [out] -> [m, out], in x's dtype unless a different one is given."""
 
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None

@@ -17,7 +17,7 @@ from gapless.attention.triton import TritonAttention
 from gapless.config import EngineOptions
 from gapless.device.base import Device
 from gapless.device.cuda import replay_s
-from gapless.kernels.batch_invariant import fixed_product
+from gapless.kernels.batch_invariant import batch_invariant_product
 from gapless.models.config import ModelConfig
 from gapless.models.layers import Layers
 from gapless.models.llama import weight_shapes
@@ -78,7 +78,7 @@ class CudaKit:
 def make_layers(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool) -> Layers:
     """The parts of a decoder layer. Batch-invariant: a row's result does not depend on other rows."""
     if batch_invariant:
-        return SkinnyLayers(device, fused=False, plain=fixed_product)
+        return SkinnyLayers(device, fused=False, plain=batch_invariant_product)
     return SkinnyLayers(device, fused=dtype != torch.float32)
 
 
