@@ -32,7 +32,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_a_gpu_with_less_shared_memory_has_fewer_stages(
     monkeypatch: pytest.MonkeyPatch, shared_bytes: int | None, num_stages: int
 ) -> None:
-    """What Triton would else refuse to launch: 49152 bytes a stage."""
+    """Otherwise Triton would refuse the launch: a stage has 49152 bytes."""
     launched: list[int] = []
     kernel = {(2, 1, 1): lambda *_, **options: launched.append(options["num_stages"])}
     monkeypatch.setattr(products.skinny, "product", kernel)

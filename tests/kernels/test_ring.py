@@ -89,7 +89,7 @@ class Renamed(ModuleType):
 def test_a_triton_that_names_things_otherwise_has_none(
     monkeypatch: pytest.MonkeyPatch, language: ModuleType | None
 ) -> None:
-    """What it lacks, a module or a name in it, is found when the kernel's module is loaded."""
+    """A module or a name that is missing shows when the kernel's module is loaded."""
     monkeypatch.setattr(products, "generation", lambda: 9)
     monkeypatch.delitem(sys.modules, "gapless.kernels.ring", raising=False)
     monkeypatch.delattr("gapless.kernels.ring", raising=False)

@@ -146,6 +146,6 @@ def test_split_products_add_up_in_one_pass() -> None:
     make = SkinnyLayers(DEVICE, fused=True)
     weight = draw(64, 1024)
     product = make.linear(weight)
-    for seed in (1, 2):  # another x, or the second might find the first one's result in its memory and pass with that
+    for seed in (1, 2):  # with the same x, the second could find the first one's result in its memory
         x = draw(4, 1024, seed=seed)
         assert_near(product(x), x.float() @ weight.float().T)

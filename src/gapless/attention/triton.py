@@ -113,7 +113,7 @@ class TritonAttention:
         return self.in_order((*self.decodes(batch), *self.chunks(batch)))
 
     def in_order(self, parts: Sequence[Part]) -> Attend:
-        """The function that does a layer's parts one after another."""
+        """The function that does a layer's parts in order."""
 
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
             pool = self.pools[layer]
@@ -125,7 +125,7 @@ class TritonAttention:
         return attend
 
     def decodes(self, batch: AttentionBatch) -> list[Part]:
-        """What is done for the decode rows; nothing where there are none."""
+        """The work for the decode rows; empty where there are none."""
         count = batch.num_decodes
         if count == 0:
             return []
@@ -137,7 +137,7 @@ class TritonAttention:
         return [partial(self._attend_chunks, batch, chunks)]
 
     def chunks(self, batch: AttentionBatch) -> list[Part]:
-        """What is done for the chunks; nothing where there are none."""
+        """The work for the chunks; empty where there are none."""
         return [partial(self._attend_chunks, batch, Chunks.of(batch))] if batch.chunks else []
 
     def _attend_decodes(

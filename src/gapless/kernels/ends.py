@@ -49,7 +49,7 @@ def _end(tokens, rows, lengths, last_token, length, out, num_rows, PDL: tl.const
 
 
 class DecodeInputs:
-    """What the model is fed, for a batch of a fixed size; written by `begin`."""
+    """The model's inputs for a batch of a fixed size. `begin` writes them."""
 
     def __init__(self, batch: int, device: torch.device) -> None:
         self.batch = batch

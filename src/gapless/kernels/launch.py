@@ -1,4 +1,4 @@
-"""What all kernels share: programmatic dependent launch (PDL), prefetches, and what the GPU has room for.
+"""Common to all kernels: programmatic dependent launch (PDL), prefetches, and the limits of the GPU.
 
 With PDL a kernel is launched while the one before it still runs. It waits (`gdc_wait`) before it touches what that one
 writes, and triggers (`gdc_launch_dependents`) the launch of the next one. Before it waits it may prefetch what no

@@ -1,6 +1,6 @@
-"""What the engine will use: options, resolved against a model and a machine.
+"""Options, resolved against a model and a machine.
 
-Owns the sizing: data types, lengths, and how many blocks fit. Loads no weights.
+Owns the sizes: lengths, and how many blocks fit. The device's kit has the defaults. Loads no weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_LEN = 2**24
 
 
 def resolve(options: EngineOptions, source: ModelSource) -> Resolved:
-    """What `build` would use, without loading the weights; their memory is not accounted for."""
+    """The values that `build` would use. No weights are loaded, and their memory is not accounted for."""
     settings = settle(options, read_config(source))
     device = open_device(settings.device_name, check=False)
     try:
@@ -39,7 +39,7 @@ def resolve(options: EngineOptions, source: ModelSource) -> Resolved:
 
 
 def settle(options: EngineOptions, model: ModelConfig) -> Settings:
-    """What the device that these options mean makes of them."""
+    """The settings of the device that these options name."""
     return kit_for(pick_device(options.device)).settings(options, model)
 
 

@@ -1,4 +1,4 @@
-"""What the kind of device decides, as a protocol: defaults, layers, memory layout, attention, sampler, runner.
+"""The protocol of a kit: all that the kind of device decides, from defaults and layers to sampler and runner.
 
 A kit answers for one kind of device: `settings` before anything is loaded, then `load`, then `assemble`. The values
 that pass between them are here too. Knows no device.
@@ -32,7 +32,7 @@ LoadedModel = CausalLM | NativeModel
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is known of a model on a kind of device before it is loaded: the options, over the device's defaults."""
+    """All that is known before a model is loaded: the options over the device's defaults."""
 
     model: ModelConfig
     device_name: str
