@@ -14,7 +14,7 @@ import oracles
 from gapless import LLM, SamplingParams
 from gapless.models import loader
 from gapless.models.source import resolve
-from gapless.runner import build
+from gapless.runner.kits import cpu
 
 COUNT = 24
 BATCH = 36  # prompts that transformers takes at a time: all but the longest
@@ -147,9 +147,9 @@ def questions() -> list[Question]:
 def load_once() -> Iterator[None]:
     """All engines here have the same weights in memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "load_model", cache(lambda *args, progress=None, **kw: loader.load_model(*args, **kw)))
-        load_native = build.load_native
-        patch.setattr(build, "load_native", cache(lambda *args, progress=None, **kw: load_native(*args, **kw)))
+        patch.setattr(cpu, "load_model", cache(lambda *args, progress=None, **kw: loader.load_model(*args, **kw)))
+        load_native = cpu.load_native
+        patch.setattr(cpu, "load_native", cache(lambda *args, progress=None, **kw: load_native(*args, **kw)))
         yield
 
 

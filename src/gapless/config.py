@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from gapless.errors import ConfigError
 
+DEVICES = ("auto", "cuda", "cpu")
 MAX_DEPTH = 8
 _POSITIVE = {
     "max_batch_tokens": 2**20,
@@ -67,7 +68,7 @@ class EngineOptions:
     interleave: int | None = _option(None, "a seed: run the streams in any order that events allow (CPU, slow)")
 
     def __post_init__(self) -> None:
-        _choice("device", self.device, ("auto", "cuda", "cpu"))
+        _choice("device", self.device, DEVICES)
         _choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         _choice("attention", self.attention, ("auto", "triton", "flash3", "flashinfer"))
         _choice("load_format", self.load_format, ("auto", "dummy"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gapless.models.tilings import MAX_ROWS
+from gapless.kernels.tilings import MAX_ROWS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,15 +29,15 @@ EPS = 0.1
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_equals_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gapless.models.skinny import Workspace, has_ring, product, tiling_for
+    from gapless.kernels.products import Workspace, has_ring, product, tiling_for
 
     if not has_ring():
         pytest.skip("needs Hopper")
-    from gapless.models import ring_kernels
+    from gapless.kernels import ring
 
     launched: list[int] = []
-    in_tiles = ring_kernels.in_tiles
-    monkeypatch.setattr(ring_kernels, "in_tiles", lambda *given: (launched.append(1), in_tiles(*given))[1])
+    in_tiles = ring.in_tiles
+    monkeypatch.setattr(ring, "in_tiles", lambda *given: (launched.append(1), in_tiles(*given))[1])
     columns, inner, gated, adds = PRODUCTS[name]
     generator = torch.Generator("cuda").manual_seed(0)
 

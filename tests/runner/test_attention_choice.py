@@ -21,13 +21,20 @@ from gapless.attention.triton import TritonAttention
 from gapless.commands import info
 from gapless.config import EngineOptions
 from gapless.core.limits import Limits
+from gapless.device.base import Device
 from gapless.errors import ConfigError
+from gapless.models.config import ModelConfig
 from gapless.models.source import resolve as find
-from gapless.runner import build
-from gapless.runner import resolve as resolving
 from gapless.runner.attention_choice import Choice, candidates, fastest, make_attention
 from gapless.runner.attention_trials import Trials
+from gapless.runner.kits import KITS
+from gapless.runner.kits.base import Built, LoadedModel, Progress, Resolved, Settings, in_blocks, make_kv_store
+from gapless.runner.kits.cpu import CpuKit
+from gapless.runner.kits.cuda import choose_attention
 from gapless.runner.resolve import resolve
+from gapless.runner.runner import Runner
+from gapless.runner.sampler import sample
+from gapless.runner.step import Step
 from tiny import CPU
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for the CPU")
@@ -209,6 +216,19 @@ def test_nothing_is_imported_to_see_what_is_installed(monkeypatch: pytest.Monkey
     assert sys.modules["flashinfer.decode"] is None
 
 
+class LibraryKit(CpuKit):
+    """The CPU's kit, with a GPU's attention and its KV layout."""
+
+    def settings(self, options: EngineOptions, model: ModelConfig) -> Settings:
+        return dataclasses.replace(super().settings(options, model), attention=("flash3",))
+
+    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: Progress | None) -> Built:
+        kv = make_kv_store(device, resolved, heads_first=False)
+        attention, choice = choose_attention(device, kv, resolved)
+        runner = Runner(device, resolved.limits, kv, Step(model, attention, sample))
+        return Built(resolved, device, runner, in_blocks(kv, resolved.limits.block_size), attention=choice)
+
+
 def test_the_engine_runs_on_a_library(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks beside decode rows, float32, on the CPU's streams: tokens as with the reference."""
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -217,9 +237,7 @@ def test_the_engine_runs_on_a_library(tiny_dir: Path, monkeypatch: pytest.Monkey
     with LLM(tiny_dir, **CPU, **options) as llm:
         expected = [item.token_ids for item in llm.generate(prompts, params)]
     install(monkeypatch, **FLASH3)
-    monkeypatch.setattr(resolving, "_candidates", lambda *_: ("flash3",))
-    monkeypatch.setitem(build.ATTENTION, "cpu", build.ATTENTION["cuda"])
-    monkeypatch.setattr(build, "HEADS_FIRST_DEVICES", ())
+    monkeypatch.setitem(KITS, "cpu", LibraryKit)
     with LLM(tiny_dir, **CPU, **options) as llm:
         assert llm.engine.attention() == "attention: flash3 (the only candidate)"
         assert [item.token_ids for item in llm.generate(prompts, params)] == expected

@@ -18,7 +18,7 @@ from gapless.models.loader import load_config, load_model
 from gapless.models.source import resolve as find
 from gapless.runner.build import _dry_run
 from gapless.runner.kv_store import block_bytes
-from gapless.runner.resolve import MAX_AUTO_LEN, Resolved, resolve
+from gapless.runner.resolve import MAX_AUTO_LEN, Resolved, resolve, settle
 from tiny import write_dummy
 
 BLOCK_BYTES = 2 * 16 * 2 * 2 * 8 * 4  # layers, tokens, k and v, kv heads, head size, float32
@@ -107,5 +107,6 @@ def test_the_dry_run_makes_logits_for_no_more_places_than_rows(dummy_dir: Path) 
     noted = SimpleNamespace(
         forward=model.forward, logits=lambda hidden: sizes.append(len(hidden)) or model.logits(hidden)
     )
-    _dry_run(noted, config, device, 3, 20)  # type: ignore[arg-type]
+    options = EngineOptions(model=str(dummy_dir), device="cpu", max_num_rows=3, max_batch_tokens=20)
+    _dry_run(noted, settle(options, config), device.torch_device)  # type: ignore[arg-type]
     assert sizes == [3, 3]

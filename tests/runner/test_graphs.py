@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray, Request
 from gapless.device.cpu import CpuDevice, InlineDriver
-from gapless.models.tilings import MAX_ROWS, choose_tiling
+from gapless.kernels.tilings import MAX_ROWS, choose_tiling
 from gapless.pipeline.executor import LocalExecutor
 from gapless.runner import graphs
 from gapless.runner.fill import Filled
@@ -149,3 +149,9 @@ def test_progress_counts_what_is_compiled_and_what_is_captured() -> None:
     total = len(warm_up_shapes(LIMITS)) + len(ladder(LIMITS.num_rows))
     assert told == [(done + 1, total) for done in range(total)]
     assert runner.cost.num_graphs == runner.cost.num_wanted == 2 * len(ladder(LIMITS.num_rows))
+
+
+def test_the_ladder_ends_at_the_limit() -> None:
+    assert ladder(1) == [1]
+    assert ladder(33)[-2:] == [32, 33]
+    assert max(ladder(1000)) == 1000

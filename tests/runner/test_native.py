@@ -27,7 +27,8 @@ from gapless.models.config import ModelConfig
 from gapless.models.loader import load_config, load_model
 from gapless.models.source import resolve
 from gapless.native import library
-from gapless.runner import build, native
+from gapless.runner import native
+from gapless.runner.kits import cpu
 from gapless.runner.kv_store import KVStore
 from gapless.runner.native import NativeModel, NativeRunner
 from tiny import CPU, PROMPTS, VOCAB_SIZE, write_tiny
@@ -112,7 +113,7 @@ class Bench:
 
 def load_native(directory: Path, dtype: torch.dtype = torch.float32) -> NativeModel:
     source = resolve(directory)
-    return build.load_native(source, load_config(source), dtype=dtype, device=torch.device("cpu"))
+    return cpu.load_native(source, load_config(source), dtype=dtype, device=torch.device("cpu"))
 
 
 def dense_logits(directory: Path, tokens: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -112,7 +112,7 @@ class LibraryAttention:
         self._chunks = chunks
 
     def begin(self, batch: AttentionBatch) -> Attend:
-        return self._own.in_turn((*self._decode_parts(batch), *self._chunk_parts(batch)))
+        return self._own.in_order((*self._decode_parts(batch), *self._chunk_parts(batch)))
 
     def _decode_parts(self, batch: AttentionBatch) -> list[Part]:
         if self._decode is None or batch.num_decodes == 0:

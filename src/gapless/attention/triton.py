@@ -1,4 +1,4 @@
-"""Paged attention for NVIDIA GPUs, by our own kernels: which are launched for a batch, in what sizes.
+"""Paged attention for NVIDIA GPUs by our own kernels: which ones are launched for a batch, and in what sizes.
 
 Owns their scratch memory. Runs under Triton's interpreter too, where tests compare it.
 """
@@ -14,8 +14,8 @@ import torch
 import triton
 
 from gapless.attention.base import Attend, AttentionBatch, Rotation
-from gapless.attention.triton_kernels import decode, prefill, rotate_and_store
-from gapless.kernels import early
+from gapless.kernels.attention import decode, prefill, rotate_and_store
+from gapless.kernels.launch import pdl
 
 HEADS_A_PROGRAM = 8  # of the rotation kernel
 MANY_SPLITS, MAX_SPLITS = 8, 16
@@ -70,7 +70,7 @@ class TritonAttention:
         *,
         batch_invariant: bool = False,
     ) -> None:
-        """batch_invariant: decode rows are chunks of one token, so a token's sums never depend on who came along."""
+        """batch_invariant: decode rows are chunks of one token, so that a token's sums never depend on its batch."""
         self._batch_invariant = batch_invariant
         self.pools = pools
         self._block_size = block_size
@@ -106,14 +106,14 @@ class TritonAttention:
         return MAX_SPLITS if programs * MAX_SPLITS <= most // 2 else splits
 
     def loads_ahead(self, num_rows: int) -> bool:
-        """Whether programs are so few that each loads its first keys before its turn comes."""
+        """Whether programs are so few that each loads its first keys before it waits."""
         return num_rows * self._num_kv_heads * self.num_splits(num_rows) <= PROGRAMS_AHEAD * self._num_cores
 
     def begin(self, batch: AttentionBatch) -> Attend:
-        return self.in_turn((*self.decodes(batch), *self.chunks(batch)))
+        return self.in_order((*self.decodes(batch), *self.chunks(batch)))
 
-    def in_turn(self, parts: Sequence[Part]) -> Attend:
-        """The function that does a layer's parts one after another."""
+    def in_order(self, parts: Sequence[Part]) -> Attend:
+        """The function that does a layer's parts in order."""
 
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
             pool = self.pools[layer]
@@ -125,7 +125,7 @@ class TritonAttention:
         return attend
 
     def decodes(self, batch: AttentionBatch) -> list[Part]:
-        """What is done for the decode rows; nothing where there are none."""
+        """The work for the decode rows; empty where there are none."""
         count = batch.num_decodes
         if count == 0:
             return []
@@ -137,7 +137,7 @@ class TritonAttention:
         return [partial(self._attend_chunks, batch, chunks)]
 
     def chunks(self, batch: AttentionBatch) -> list[Part]:
-        """What is done for the chunks; nothing where there are none."""
+        """The work for the chunks; empty where there are none."""
         return [partial(self._attend_chunks, batch, Chunks.of(batch))] if batch.chunks else []
 
     def _attend_decodes(
@@ -155,7 +155,7 @@ class TritonAttention:
             GROUP_2=triton.next_power_of_2(self._group),
             BLOCK_SIZE=self._block_size, BLOCK_N=64 if ahead else 32, NUM_SPLITS=splits, AHEAD=ahead,
             HAS_NORM=norm is not None, num_warps=2 * self.num_warps if ahead else self.num_warps, num_stages=2,
-            **self._shape(), **early(),
+            **self._shape(), **pdl(),
         )  # fmt: skip
         return out
 

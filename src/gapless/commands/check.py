@@ -35,7 +35,6 @@ from gapless.text.tokenizer import Tokenizer
 DEPTHS = (1, 2, 3)
 LONGEST_PROMPT = 512  # tokens; more would only make the check slower
 NUM_ROWS = 8
-BLOCK_SIZES = {"cpu": (4, 8, 16), "cuda": (16,)}
 STEADY_SHARE = 0.5  # of the schedules, where only the same batches can be compared
 KEPT_OPTIONS = ("device", "dtype", "load_format", "num_threads", "native", "batch_invariant", "seed")
 
@@ -92,7 +91,7 @@ def _check_writable(path: Path) -> None:
 
 def _schedule(seed: int, asks: Sequence[Ask], stage: ModelStage, variety: Variety, steps: int) -> Schedule:
     menu = Menu(
-        block_sizes=BLOCK_SIZES[stage.resolved.device_name],
+        block_sizes=stage.block_sizes,
         most_requests=NUM_ROWS,
         most_tokens=steps,
         steady_share=0.0 if stage.exact else STEADY_SHARE,

@@ -23,13 +23,27 @@ def open_device(name: str, *, seed: int | None = None, jitter: int | None = None
     `seed` chooses the order in which streams run, on a CPU; `jitter` shakes the timing, on any device.
     """
     from gapless.device.checker import CheckedDevice
-    from gapless.device.cpu import CpuDevice
-    from gapless.device.cuda import CudaDevice
     from gapless.device.jitter import JitterDevice
 
-    if name == "cuda" and seed is not None:
+    if seed is not None and name not in ORDERED:
         raise ConfigError("interleave: the order of streams can be chosen on the CPU device only")
-    device: Device = CudaDevice() if name == "cuda" else CpuDevice(seed=seed)
+    device = DEVICES[name](seed)
     if jitter is not None:
         device = JitterDevice(device, jitter)
     return CheckedDevice(device) if check else device
+
+
+def _open_cpu(seed: int | None) -> Device:
+    from gapless.device.cpu import CpuDevice
+
+    return CpuDevice(seed=seed)
+
+
+def _open_cuda(seed: int | None) -> Device:
+    from gapless.device.cuda import CudaDevice
+
+    return CudaDevice()
+
+
+DEVICES = {"cpu": _open_cpu, "cuda": _open_cuda}
+ORDERED = ("cpu",)  # devices on which a seed chooses the order of streams

@@ -1,7 +1,7 @@
 """The parts of a decoder layer, each a product with what stands around it: norm before, gate or residual after.
 
-Owns the choice of implementation, by device and dtype, and the plain one that runs anywhere. Few torch operations each,
-for on a CPU with small tensors the number of operations is the cost.
+Owns the protocol, and the plain implementation that runs anywhere. Each part is few torch operations, because on a CPU
+with small tensors the number of operations is the cost. A device's kit chooses the implementation.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -66,18 +65,6 @@ class Gate:
     up_bias: Tensor | None
 
 
-def layers_for(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool = False) -> Layers:
-    """The implementation for this device and dtype; `batch_invariant`: a row's result does not depend on the others."""
-    if device.type == "cuda":
-        from gapless.models.fixed import fixed_product  # these need Triton, which only GPU installations have
-        from gapless.models.skinny_layers import SkinnyLayers
-
-        if batch_invariant:
-            return SkinnyLayers(device, fused=False, plain=fixed_product)
-        return SkinnyLayers(device, fused=dtype != torch.float32)
-    return PlainLayers()
-
-
 class PlainLayers:
     """Products from `linear`, prepacked where that pays; norms from torch."""
 
@@ -99,6 +86,9 @@ class PlainLayers:
 
     def linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         return make_linear(weight)
+
+
+PLAIN: Layers = PlainLayers()
 
 
 class PlainNormed:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gapless.models.config import ModelConfig
-from gapless.models.layers import Gate, Hidden, Layers, Norm, layers_for
+from gapless.models.layers import PLAIN, Gate, Hidden, Layers, Norm
 from gapless.models.rope import RotaryTable, Rotation
 
 # attend(layer, heads, rotation) rotates q and k, stores k and v, and returns attention [n, num_heads * head_dim].
@@ -32,23 +32,25 @@ class CausalLM:
         read: ReadWeight,
         max_positions: int | None = None,
         *,
-        batch_invariant: bool = False,
+        layers: Layers = PLAIN,
     ) -> None:
-        """max_positions: how many positions the rope table holds, all of the config's unless given."""
+        """max_positions: how many positions the rope table holds, all of the config's unless given.
+
+        layers: makes the parts, the way they run on this device.
+        """
         self.config = config
         table = read(_EMBEDDING)
-        make = layers_for(table.device, table.dtype, batch_invariant=batch_invariant)
-        self.embed = make.embed(table)
-        self.layers = [DecoderLayer(config, index, read, make) for index in range(config.num_layers)]
-        self.norm = make.norm(Norm(read(_NORM), config.rms_norm_eps))
-        self.head = make.linear(table if config.tie_embeddings else read(_HEAD))
+        self.embed = layers.embed(table)
+        self.layers = [DecoderLayer(config, index, read, layers) for index in range(config.num_layers)]
+        self.norm = layers.norm(Norm(read(_NORM), config.rms_norm_eps))
+        self.head = layers.linear(table if config.tie_embeddings else read(_HEAD))
         num_positions = max_positions or config.max_position_embeddings
         self.rotary = RotaryTable(config.rope, config.head_dim, num_positions, table.dtype, table.device)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """token_ids [n] int32 or int64, positions [n] int64 -> hidden [n, hidden_size]."""
         hidden = self.embed(token_ids)
-        cos_sin = self.rotary.at(positions)  # on a GPU launched as usual, which attention counts on (gapless.kernels)
+        cos_sin = self.rotary.at(positions)  # on a GPU launched as usual, which attention counts on (kernels/launch)
         for layer in self.layers:
             hidden = layer(hidden, cos_sin, attend)
         return self.norm(hidden)

@@ -14,6 +14,7 @@ from gapless.errors import ConfigError, CorruptModel
 from gapless.models.config import ModelConfig
 from gapless.models.files import read_object
 from gapless.models.gguf_file import GGUFFile
+from gapless.models.layers import PLAIN, Layers
 from gapless.models.llama import CausalLM, ReadWeight, weight_shapes
 from gapless.models.source import ModelSource
 from gapless.models.weights import DummyWeights, GGUFWeights, SafetensorsWeights, Shapes, Weights
@@ -42,7 +43,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     max_positions: int | None = None,
-    batch_invariant: bool = False,
+    layers: Layers = PLAIN,
     progress: Progress | None = None,
 ) -> CausalLM:
     """Reads weights one at a time onto the device; `seed` counts for dummy weights, which need no weight files."""
@@ -50,7 +51,7 @@ def load_model(
         source, config, dtype=dtype, device=device, load_format=load_format, seed=seed, progress=progress
     )
     with torch.inference_mode():
-        return CausalLM(config, read, max_positions, batch_invariant=batch_invariant)
+        return CausalLM(config, read, max_positions, layers=layers)
 
 
 def open_weights(

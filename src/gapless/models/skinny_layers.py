@@ -14,28 +14,19 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from gapless.models.fused import rms_norm, silu_mul
+from gapless.kernels.cublas import library_product
+from gapless.kernels.fused import rms_norm, silu_mul
+from gapless.kernels.products import Workspace, embed, product, tiling_for
+from gapless.kernels.tilings import MAX_ROWS
 from gapless.models.layers import Gate, Hidden, Norm
-from gapless.models.skinny import Workspace, embed, product, tiling_for
-from gapless.models.tilings import MAX_ROWS
 
 
 class Product(Protocol):
-    """x [m, in], weight [out, in], bias [out] -> [m, out], in x's dtype unless another is given."""
+    """x [m, in], weight [out, in], bias [out] -> [m, out], in x's dtype unless a different one is given."""
 
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Tensor: ...
-
-
-def library_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """cuBLAS's."""
-    if dtype is None or dtype == x.dtype:
-        return F.linear(x, weight, bias)
-    assert bias is None
-    if x.is_cuda:
-        return torch.mm(x, weight.t(), out_dtype=dtype)
-    return F.linear(x.to(dtype), weight.to(dtype))  # torch has the other for GPUs only
 
 
 class SkinnyLayers:

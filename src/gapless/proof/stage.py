@@ -15,7 +15,7 @@ import torch
 
 from gapless.config import EngineOptions
 from gapless.core.limits import Limits
-from gapless.device import open_device
+from gapless.device import ORDERED, open_device
 from gapless.device.base import Device
 from gapless.device.checker import CheckedDevice
 from gapless.device.cpu import CpuDevice, InlineDriver
@@ -24,8 +24,9 @@ from gapless.models.llama import CausalLM
 from gapless.models.source import ModelSource
 from gapless.pipeline.executor import StepRunner
 from gapless.runner.build import assemble, load
+from gapless.runner.kits import kit_for
 from gapless.runner.native import NativeModel
-from gapless.runner.resolve import Resolved, resolve
+from gapless.runner.resolve import Resolved, resolve, settle
 from gapless.text.tokenizer import Tokenizer
 
 LONE_BLOCK_SIZE = 16  # every device has it
@@ -76,16 +77,10 @@ class ModelStage:
     """A stage with a real model."""
 
     def __init__(
-        self,
-        model: CausalLM | NativeModel,
-        resolved: Resolved,
-        room: Room,
-        tokenizer: Tokenizer | None = None,
-        *,
-        batch_invariant: bool = False,
+        self, model: CausalLM | NativeModel, resolved: Resolved, room: Room, tokenizer: Tokenizer | None = None
     ) -> None:
         self.model, self.resolved, self.room, self.tokenizer = model, resolved, room, tokenizer
-        self._batch_invariant = batch_invariant
+        self._kit = kit_for(resolved.device_name)
         self._casts: dict[int, Cast] = {}
 
     @classmethod
@@ -100,9 +95,9 @@ class ModelStage:
         """Read the model's weights once for all schedules."""
         resolved = resolve(options, source)
         device = open_device(resolved.device_name)
-        model = load(options, source, resolved.model, device, progress)
+        model = load(options, source, settle(options, resolved.model), device, progress)
         device.close()
-        return cls(model, resolved, room, tokenizer, batch_invariant=options.batch_invariant)
+        return cls(model, resolved, room, tokenizer)
 
     @property
     def config(self) -> ModelConfig:
@@ -111,13 +106,17 @@ class ModelStage:
     @property
     def exact(self) -> bool:
         """Whether a token may not depend on what else is in the batch. Native steps never do."""
-        return self._batch_invariant or isinstance(self.model, NativeModel) or self.has_ties
+        return self.resolved.batch_invariant or isinstance(self.model, NativeModel) or self.has_ties
 
     @property
     def has_ties(self) -> bool:
         """Whether it may after all where two tokens are equal to within the rounding of float32."""
-        on_cpu = self.resolved.device_name == "cpu" and self.resolved.dtype == torch.float32
-        return on_cpu and isinstance(self.model, CausalLM)
+        return isinstance(self.model, CausalLM) and self.resolved.dtype in self._kit.exact_dtypes
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Block sizes that schedules may ask for; a runner is made for each."""
+        return self._kit.block_sizes
 
     def dense_model(self) -> CausalLM:
         """The model as plain torch, for a second opinion on ties."""
@@ -129,7 +128,7 @@ class ModelStage:
             limits = self.room.limits(block_size)
             device = open_device(self.resolved.device_name)
             resolved = dataclasses.replace(self.resolved, limits=limits)
-            built = assemble(device, self.model, resolved, batch_invariant=self._batch_invariant)
+            built = assemble(device, self.model, resolved)
             device.close()
             self._casts[block_size] = Cast(built.runner, built.layers, limits)
         return self._casts[block_size]
@@ -140,7 +139,9 @@ class ModelStage:
 
 def fresh_device(name: str, order: int | None, *, threads: bool, check: bool) -> Device:
     """Streams in a seeded order, where the device lets us choose it, or with seeded delays where not."""
-    if name != "cpu" or threads:
+    if threads or name not in ORDERED:
         return open_device(name, jitter=order, check=check)
-    device: Device = CpuDevice(driver=InlineDriver()) if order is None else CpuDevice(seed=order)
+    if order is not None:
+        return open_device(name, seed=order, check=check)
+    device = CpuDevice(driver=InlineDriver())
     return CheckedDevice(device) if check else device

@@ -1,6 +1,6 @@
-"""Which attention a GPU runs: the one asked for, or the fastest of those installed, timed when the engine is built.
+"""The attention that a GPU runs: the one that was asked for, or the fastest, timed when the engine is built.
 
-Decode rows and chunks are chosen apart. A library that fails, or does not give what our kernels give, is left out.
+Decode rows and chunks each have a choice of their own. A library that fails, or differs from our kernels, is left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GAIN = 0.97  # of our time at most: what is closer may be noise, and ours takes 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What runs, and why."""
+    """The attentions that run, and why."""
 
     decode: str
     chunks: str
@@ -42,7 +42,7 @@ class Choice:
 
 
 def candidates(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> tuple[str, ...]:
-    """Attentions that may run; of several the fastest will. Raises ConfigError where the one asked for cannot."""
+    """Attentions that may run; the fastest of them will. Raises ConfigError if the one asked for cannot run."""
     wanted = options.attention
     if wanted in LIBRARIES:
         if reason := _why_not(wanted, options, config, dtype):

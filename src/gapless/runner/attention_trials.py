@@ -1,7 +1,7 @@
-"""Steps' attention without the steps, to time and compare attentions on the engine's own pools.
+"""The attention of steps on its own, to time and compare attentions on the engine's KV pools.
 
-Sizes are bounded, so that all trials of an attention take the device some tenths of a second at most. Runs once, before
-anything is stored in the cache, and leaves it zeroed.
+Sizes are bounded, so that all trials of an attention take the device some tenths of a second at most. Trials run once,
+before anything is stored in the cache, and leave it zeroed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Trial:
     num_layers: int
 
     def seconds(self, attention: Attention, own: Attention, measure: Measure) -> float:
-        """What it takes; raises ValueError when it does not give what our own gives."""
+        """Seconds that it takes. Raises ValueError if its output differs from that of our own."""
         found, expected = self.run(attention).float(), self.run(own).float()
         error = float((found - expected).norm() / expected.norm())
         if not error <= AGREEMENT:

@@ -25,8 +25,8 @@ from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.core.row_fields import ALL_NEEDS
 from gapless.device.base import Buffer
+from gapless.kernels.ends import DecodeInputs, begin, end
 from gapless.runner.fill import Filled, Sections, Shape, fill, unpack
-from gapless.runner.graph_kernels import DecodeInputs, begin, end
 from gapless.runner.padding import pad
 from gapless.runner.processors import SampledRows
 from gapless.runner.runner import Runner

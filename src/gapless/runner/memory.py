@@ -1,6 +1,6 @@
-"""What it looks like when the machine has no memory left, said as one error.
+"""A lack of memory, recognized in the words of each library and raised as one error.
 
-Libraries say it in their own ways. Knows their words; does not know how much memory there is.
+Does not know how much memory there is.
 """
 
 from __future__ import annotations

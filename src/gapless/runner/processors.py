@@ -2,7 +2,7 @@
 
 A processor names the fields of a seat that it reads. It runs when some sampled row has a value there that is not
 neutral, and leaves rows with neutral values as they are. These definitions run on a CPU and are the oracles of the
-kernels that stand for them on a GPU (draw_kernels.py).
+kernels that stand for them on a GPU (kernels/draw.py).
 """
 
 from __future__ import annotations

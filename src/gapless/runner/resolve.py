@@ -1,15 +1,12 @@
-"""What the engine will use: options, resolved against a model and a machine.
+"""Options, resolved against a model and a machine.
 
-Owns the sizing: data types, lengths, and how many blocks fit. Loads no weights.
+Owns the sizes: lengths, and how many blocks fit. The device's kit has the defaults. Loads no weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-
-import torch
 
 from gapless.config import EngineOptions, parse_bytes
 from gapless.core.limits import Limits
@@ -20,64 +17,30 @@ from gapless.errors import CapacityError, ConfigError, UnsupportedModel
 from gapless.models.config import ModelConfig
 from gapless.models.loader import load_config
 from gapless.models.source import ModelSource
+from gapless.runner.kits import kit_for
+from gapless.runner.kits.base import Resolved, Settings
 from gapless.runner.kv_store import block_bytes
-from gapless.runner.native import why_not
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceDefaults:
-    """What depends on the kind of device where the user did not say."""
-
-    dtype: torch.dtype
-    kv_dtype: torch.dtype | None  # None: that of the model
-    max_batch_tokens: int
-    max_num_rows: int
-
-
-def _cpu_defaults() -> DeviceDefaults:
-    fast = (
-        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    # attention over bfloat16 is many times slower on a CPU
-    return DeviceDefaults(torch.bfloat16 if fast else torch.float32, torch.float32, 512, 128)
-
-
-def _cuda_defaults() -> DeviceDefaults:
-    return DeviceDefaults(torch.bfloat16, None, 8192, 256)
-
-
-CHOICE_DEVICES = ("cuda",)  # with more than one attention
-DEFAULTS = {"cpu": _cpu_defaults, "cuda": _cuda_defaults}
-NATIVE_DEVICES = ("cpu",)
+__all__ = ["Resolved", "resolve"]
 
 
 MAX_AUTO_LEN = 2**20  # tokens of a request, unless the user asks for more: tables grow with it
 MAX_LEN = 2**24
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """Options, resolved against a model and a machine."""
-
-    model: ModelConfig
-    device_name: str
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    kv_bytes: int
-    limits: Limits
-    native: bool  # steps are native calls
-    slow_reason: str | None = None  # why they are not, where the user did not say so
-    attention: tuple[str, ...] = ()  # names of which the fastest will run, where there is a choice
-
-
 def resolve(options: EngineOptions, source: ModelSource) -> Resolved:
-    """What `build` would use, without loading the weights; their memory is not accounted for."""
-    device = open_device(pick_device(options.device), check=False)
+    """The values that `build` would use. No weights are loaded, and their memory is not accounted for."""
+    settings = settle(options, read_config(source))
+    device = open_device(settings.device_name, check=False)
     try:
-        return resolve_on(device, options, read_config(source), dry_run=lambda: None)
+        return resolve_on(device, options, settings, dry_run=lambda: None)
     finally:
         device.close()
+
+
+def settle(options: EngineOptions, model: ModelConfig) -> Settings:
+    """The settings of the device that these options name."""
+    return kit_for(pick_device(options.device)).settings(options, model)
 
 
 def read_config(source: ModelSource) -> ModelConfig:
@@ -91,56 +54,22 @@ def read_config(source: ModelSource) -> ModelConfig:
     return config
 
 
-def resolve_on(device: Device, options: EngineOptions, model: ModelConfig, dry_run: Callable[[], None]) -> Resolved:
-    """The same on a device that is open; `dry_run` shows how much memory a step takes."""
-    dtype, kv_dtype = dtypes(options, device)
-    num_rows, max_batch_tokens = sizes(options, device)
+def resolve_on(device: Device, options: EngineOptions, settings: Settings, dry_run: Callable[[], None]) -> Resolved:
+    """The settings with the sizes that fit on the device; `dry_run` shows how much memory a step takes."""
+    model, block_size = settings.model, options.block_size
     longest = max_model_len(options, model)
-    size = block_bytes(model.num_layers, options.block_size, model.num_kv_heads, model.head_dim, kv_dtype)
-    wanted = -(-longest // options.block_size) * num_rows
+    size = block_bytes(model.num_layers, block_size, model.num_kv_heads, model.head_dim, settings.kv_dtype)
+    wanted = -(-longest // block_size) * settings.num_rows
     num_blocks = _num_blocks(options, size, wanted, partial(device.kv_budget, dry_run))
     limits = Limits(
-        num_rows=num_rows,
+        num_rows=settings.num_rows,
         num_blocks=num_blocks,
-        block_size=options.block_size,
-        max_batch_tokens=max_batch_tokens,
+        block_size=block_size,
+        max_batch_tokens=settings.max_batch_tokens,
         max_model_len=longest,
         prefix_cache=options.prefix_cache,
     )
-    machine = device.torch_device.type, dtype, kv_dtype, num_blocks * size
-    return Resolved(model, *machine, limits, *is_native(options, device), _candidates(options, device, model, kv_dtype))
-
-
-def _candidates(options: EngineOptions, device: Device, config: ModelConfig, kv_dtype: torch.dtype) -> tuple[str, ...]:
-    if device.torch_device.type in CHOICE_DEVICES:
-        from gapless.runner.attention_choice import candidates  # needs Triton, which only GPU installations have
-
-        return candidates(options, config, kv_dtype)
-    if options.attention != "auto":
-        raise ConfigError(f"attention {options.attention}: only a GPU has it; on a CPU leave it at auto")
-    return ()
-
-
-def dtypes(options: EngineOptions, device: Device) -> tuple[torch.dtype, torch.dtype]:
-    """Of the weights and of the KV cache."""
-    defaults = DEFAULTS[device.torch_device.type]()
-    dtype: torch.dtype = defaults.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    return dtype, defaults.kv_dtype or dtype
-
-
-def is_native(options: EngineOptions, device: Device) -> tuple[bool, str | None]:
-    """Whether steps are native calls, and if not, why, unless that is what the user asked for."""
-    if device.torch_device.type not in NATIVE_DEVICES or not options.native:
-        return False, None
-    reason = why_not(dtypes(options, device)[0])
-    return reason is None, reason
-
-
-def sizes(options: EngineOptions, device: Device) -> tuple[int, int]:
-    """Rows and tokens of a step at most; every row must fit into one step."""
-    defaults = DEFAULTS[device.torch_device.type]()
-    tokens = options.max_batch_tokens or defaults.max_batch_tokens
-    return min(options.max_num_rows or defaults.max_num_rows, tokens), tokens
+    return Resolved.of(settings, num_blocks * size, limits)
 
 
 def max_model_len(options: EngineOptions, model: ModelConfig) -> int:

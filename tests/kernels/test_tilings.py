@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gapless.models.tilings import MAX_ROWS, NUM_CORES, SHARED_MEMORY_BYTES, VECTOR_BYTES, Tiling, choose_tiling
+from gapless.kernels.tilings import MAX_ROWS, NUM_CORES, SHARED_MEMORY_BYTES, VECTOR_BYTES, Tiling, choose_tiling
 
 # hidden, intermediate, queries' size, keys' size, vocabulary
 MODELS = {
@@ -74,7 +74,7 @@ def test_tilings_cover_their_product_and_fit_the_chip(num_rows: int, model: str,
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("model", [*MODELS, *OTHERS])
 def test_tilings_stay_within_the_workspace(model: str, ring: bool) -> None:
-    skinny = pytest.importorskip("gapless.models.skinny")
+    launcher = pytest.importorskip("gapless.kernels.products")
     for name, (columns, inner, gated, adds) in products(model).items():
         for num_rows in range(1, MAX_ROWS + 2):
             tiling = tile(num_rows, model, name, ring=ring)
@@ -82,25 +82,25 @@ def test_tilings_stay_within_the_workspace(model: str, ring: bool) -> None:
                 continue
             num_tiles, row_tiles = columns // tiling.block_n, -(-num_rows // tiling.block_m)
             assert row_tiles * tiling.block_m <= MAX_ROWS  # padding has sums of squares too
-            assert not adds or num_tiles <= skinny.SQUARES_TILES
+            assert not adds or num_tiles <= launcher.SQUARES_TILES
             if tiling.kernel == "vector":
                 assert 2 * (2 if gated else 1) * tiling.block_n * inner <= VECTOR_BYTES
                 assert num_tiles <= 2 * NUM_CORES
             if tiling.splits > 1:
-                assert num_tiles * row_tiles <= skinny.COUNTERS
-                assert tiling.splits * columns * row_tiles * tiling.block_m <= skinny.PARTS
-            if tiling.ask_bytes:
-                check_asks(tiling, inner // tiling.splits, inner, skinny.ASKS)
+                assert num_tiles * row_tiles <= launcher.COUNTERS
+                assert tiling.splits * columns * row_tiles * tiling.block_m <= launcher.PARTS
+            if tiling.prefetch_bytes:
+                check_prefetches(tiling, inner // tiling.splits, inner, launcher.PREFETCHES)
 
 
-def check_asks(tiling: Tiling, part_size: int, inner: int, num_asks: int) -> None:
+def check_prefetches(tiling: Tiling, part_size: int, inner: int, num_prefetches: int) -> None:
     """Pieces of whole 16 bytes, as the instruction takes them, within the program's part of each row."""
-    asks_a_row = num_asks // tiling.block_n
-    assert asks_a_row * tiling.block_n == num_asks
-    size = min(tiling.ask_bytes // num_asks, 2 * part_size // asks_a_row)
+    prefetches_a_row = num_prefetches // tiling.block_n
+    assert prefetches_a_row * tiling.block_n == num_prefetches
+    size = min(tiling.prefetch_bytes // num_prefetches, 2 * part_size // prefetches_a_row)
     assert size > 0
     assert all(offset % 16 == 0 for offset in (size, 2 * part_size, 2 * inner))
-    assert asks_a_row * size <= 2 * part_size
+    assert prefetches_a_row * size <= 2 * part_size
 
 
 def test_one_row_of_a_small_model_is_in_flight_at_once() -> None:
@@ -117,16 +117,16 @@ def test_one_row_of_a_small_model_is_in_flight_at_once() -> None:
 
 RINGS = {  # as measured
     ("8B", 1): {
-        "qkv": Tiling(16, 64, 128, num_stages=6, lets_in=True, kernel="ring"),
+        "qkv": Tiling(16, 64, 128, num_stages=6, triggers_early=True, kernel="ring"),
         "out": Tiling(16, 64, 128, splits=2, num_stages=6, kernel="ring"),
         "gate_up": Tiling(16, 64, 256, num_stages=2, kernel="ring"),
     },
     ("8B", 17): {
-        "qkv": Tiling(32, 64, 256, num_stages=3, lets_in=True, kernel="ring"),
+        "qkv": Tiling(32, 64, 256, num_stages=3, triggers_early=True, kernel="ring"),
         "out": Tiling(32, 64, 128, splits=4, num_stages=4, kernel="ring"),
     },
     ("0.6B", 17): {
-        "qkv": Tiling(32, 32, 128, num_stages=4, lets_in=True, kernel="ring"),
+        "qkv": Tiling(32, 32, 128, num_stages=4, triggers_early=True, kernel="ring"),
         "out": Tiling(32, 32, 256, splits=4, num_stages=2, kernel="ring"),
         "gate_up": Tiling(32, 32, 256, num_stages=4, kernel="ring"),
     },

@@ -8,21 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 from gapless.core.plan import NO_SAMPLE
-from gapless.runner.graph_kernels import DecodeInputs, argmax, begin, end
-from gapless.runner.graphs import ladder
+from gapless.kernels.argmax import argmax
+from gapless.kernels.ends import DecodeInputs, begin, end
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK_SIZE, NUM_ROWS, SCRATCH = 4, 3, 99
-
-
-def test_argmax_takes_the_first_of_equals() -> None:
-    logits = torch.randn(5, 333, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    logits[1, [7, 200, 332]] = 9.0
-    logits[2, :] = -3.0
-    logits[3, 332] = 9.0
-    expected = logits.cpu().argmax(dim=1)
-    assert argmax(logits, tile=64).tolist() == expected.tolist()
-    assert argmax(logits, tile=64)[1] == 7
 
 
 def test_a_step_takes_in_blocks_and_moves_real_rows_on() -> None:
@@ -58,9 +48,3 @@ def test_logits_without_a_largest_have_no_sample_and_leave_a_token_that_can_be_f
     out = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     end(tokens, inputs, last_token, length, out)
     assert (out.tolist(), last_token.tolist()) == ([NO_SAMPLE, 0], [0, 0, 5, 0])
-
-
-def test_the_ladder_ends_at_the_limit() -> None:
-    assert ladder(1) == [1]
-    assert ladder(33)[-2:] == [32, 33]
-    assert max(ladder(1000)) == 1000

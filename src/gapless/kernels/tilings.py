@@ -1,7 +1,7 @@
-"""How products of few rows are cut for a GPU, from their sizes: all that was found by measuring, on an H200.
+"""How products of few rows are tiled for a GPU, by their sizes. All rules come from measurements on an H200.
 
-A rule says what won in whole decode steps of an 8B and a 0.6B model, not one kernel at a time: what a kernel leaves
-free (shared memory, cores, bandwidth) is what the next one begins with. docs/LOG.md has the figures.
+A rule says what was fastest in whole decode steps of an 8B and a 0.6B model, not one kernel at a time: the next kernel
+begins with the shared memory, cores and bandwidth that a kernel leaves free. docs/LOG.md has the figures.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ MAX_ROWS = 256  # more are cuBLAS's
 NUM_CORES = 132
 SHARED_MEMORY_BYTES = 200_000  # that a program's stages may take there
 HEAD_COLUMNS = 65536  # a product with more than this is a vocabulary's
-LONG = 4096  # inner dimensions from here on are a large model's, which gains nothing by asking ahead
-SHORT_NUMBERS = 5 * 2**19  # a product of fewer weights does not let the next kernel in at once
-ASK_BYTES = 16384
+LONG = 4096  # inner dimensions from here on are a large model's, which gains nothing by prefetches
+SHORT_NUMBERS = 5 * 2**19  # a product of fewer weights does not trigger the next launch early
+PREFETCH_BYTES = 16384
 VECTOR_BYTES = 65536  # of weights that a program of the kernel for one row holds in registers
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut, and when its kernel lets the next one in."""
+    """How a product is cut, and when its kernel triggers the launch of the next one."""
 
     block_m: int
     block_n: int
@@ -30,8 +30,8 @@ class Tiling:
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 4
-    ask_bytes: int = 0  # of its weights, that a program asks for before it waits
-    lets_in: bool = False  # the next kernel at once (a ring: when all weights are asked for), not when they are read
+    prefetch_bytes: int = 0  # of its weights, that a program prefetches before it waits
+    triggers_early: bool = False  # at once (a ring: when all weights are requested), not when they are read
     kernel: Literal["tiles", "vector", "ring"] = "tiles"
 
     def stages_within(self, shared_bytes: int, *, gated: bool) -> int:
@@ -74,7 +74,7 @@ def _one_row(columns: int, inner: int, *, gated: bool) -> Tiling | None:
 
 
 def _in_ring(num_rows: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling | None:
-    """Where weights under way before the wait are worth more than what their ring takes from other kernels."""
+    """Where prefetched weights gain more than the ring's shared memory costs other kernels."""
     choose = _in_ring_large if inner >= LONG else _in_ring_small
     tiling = choose(16 if num_rows <= 16 else 32, columns, inner, gated=gated, adds=adds)
     if tiling is None or not tiling.divides(columns, inner):
@@ -93,7 +93,7 @@ def _in_ring_large(block_m: int, columns: int, inner: int, *, gated: bool, adds:
         tiling = Tiling(block_m, 64, 128, num_stages=6 if few else 4)
         return _split(tiling, columns, inner, num_programs=128 if few else 256)
     block_k, num_stages = (128, 6) if few else (256, 3)
-    return Tiling(block_m, 64, block_k, num_stages=num_stages, lets_in=True)
+    return Tiling(block_m, 64, block_k, num_stages=num_stages, triggers_early=True)
 
 
 def _in_ring_small(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling | None:
@@ -103,7 +103,7 @@ def _in_ring_small(block_m: int, columns: int, inner: int, *, gated: bool, adds:
     if gated:
         return Tiling(block_m, 32, 256)
     if not adds:
-        return Tiling(block_m, 32, 128, lets_in=True)
+        return Tiling(block_m, 32, 128, triggers_early=True)
     if columns * inner >= SHORT_NUMBERS:
         return None
     return _split(Tiling(block_m, 32, 256, num_stages=2), columns, inner, num_programs=128)
@@ -113,32 +113,32 @@ def _few_rows(num_rows: int, columns: int, inner: int, *, gated: bool, adds: boo
     """One tile of rows, with as many stages as there is memory for."""
     block_m = max(16, 1 << (num_rows - 1).bit_length())  # what the matrix units take
     if columns > HEAD_COLUMNS:
-        tiling = Tiling(block_m, 128 if num_rows > 16 else 64, 128, num_stages=3, lets_in=True)
+        tiling = Tiling(block_m, 128 if num_rows > 16 else 64, 128, num_stages=3, triggers_early=True)
     else:
         choose = _few_rows_large if inner >= LONG else _few_rows_small
         tiling = choose(block_m, columns, inner, gated=gated, adds=adds)
     num_stages = tiling.stages_within(SHARED_MEMORY_BYTES, gated=gated)
-    return replace(tiling, num_stages=num_stages, ask_bytes=0 if inner >= LONG else ASK_BYTES)
+    return replace(tiling, num_stages=num_stages, prefetch_bytes=0 if inner >= LONG else PREFETCH_BYTES)
 
 
 def _few_rows_large(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling:
-    """Of a large model: wide ones with nothing fused into their end let the next kernel in at once, QKV above all."""
+    """Of a large model: wide ones with nothing fused into their end trigger early, QKV above all."""
     if gated:
         return Tiling(block_m, 64, 128)
     if columns > 4096:
-        return Tiling(block_m, 64, 256, lets_in=not adds)
+        return Tiling(block_m, 64, 256, triggers_early=not adds)
     return _split(Tiling(block_m, 64, 128), columns, inner, num_programs=256)
 
 
 def _few_rows_small(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling:
-    """Of a small model: gated ones let the next kernel in at once, others up to 32 rows if they are not short."""
+    """Of a small model: gated ones trigger early, others up to 32 rows if they are not short."""
     if gated:
-        return Tiling(block_m, 32 if columns < 8192 else 64, 128, num_stages=5, lets_in=True)
+        return Tiling(block_m, 32 if columns < 8192 else 64, 128, num_stages=5, triggers_early=True)
     block_n = 32 if columns <= 4096 else 64
     many = block_m == 64
     if many and not adds:
         return Tiling(block_m, block_n, 64, num_stages=6)
-    tiling = Tiling(block_m, block_n, 128, num_stages=5, lets_in=not many and columns * inner >= SHORT_NUMBERS)
+    tiling = Tiling(block_m, block_n, 128, num_stages=5, triggers_early=not many and columns * inner >= SHORT_NUMBERS)
     return _split(tiling, columns, inner, num_programs=128)
 
 

@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gapless.models import skinny
-from gapless.models.tilings import choose_tiling
+from gapless.kernels import products
+from gapless.kernels.tilings import choose_tiling
 
 PRODUCTS = {  # columns, inner size, rows, gated, adds
     "out of 0.6B": (1024, 2048, 32, False, True),
@@ -28,7 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from gapless.models.ring_kernels import ring_product
+from gapless.kernels.ring import ring_product
 values = json.loads(sys.argv[1])
 tile = [values["BLOCK_N"], values["BLOCK_K"]]
 layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)
@@ -52,7 +52,7 @@ def test_weights_and_nothing_else_are_under_way_before_the_wait(name: str) -> No
     values = {
         "N": columns, "K": inner, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k,
         "NUM_STAGES": tiling.num_stages, "SPLITS": tiling.splits, "NORM": not adds, "GATED": gated, "ADD": adds,
-        "MAX_SQUARES": 32, "SQUARES_STRIDE": 256, "LET_IN": tiling.lets_in,
+        "MAX_SQUARES": 32, "SQUARES_STRIDE": 256, "TRIGGER_EARLY": tiling.triggers_early,
     }  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     ran = subprocess.run(
@@ -74,8 +74,8 @@ def test_weights_and_nothing_else_are_under_way_before_the_wait(name: str) -> No
 
 @pytest.mark.parametrize(("generation", "expected"), [(0, False), (8, False), (9, True), (10, False)])
 def test_it_is_for_hopper(monkeypatch: pytest.MonkeyPatch, generation: int, expected: bool) -> None:
-    monkeypatch.setattr(skinny, "generation", lambda: generation)
-    assert skinny.has_ring.__wrapped__() is expected
+    monkeypatch.setattr(products, "generation", lambda: generation)
+    assert products.has_ring.__wrapped__() is expected
 
 
 class Renamed(ModuleType):
@@ -89,10 +89,10 @@ class Renamed(ModuleType):
 def test_a_triton_that_names_things_otherwise_has_none(
     monkeypatch: pytest.MonkeyPatch, language: ModuleType | None
 ) -> None:
-    """What it lacks, a module or a name in it, is found when the kernel's module is loaded."""
-    monkeypatch.setattr(skinny, "generation", lambda: 9)
-    monkeypatch.delitem(sys.modules, "gapless.models.ring_kernels", raising=False)
-    monkeypatch.delattr("gapless.models.ring_kernels", raising=False)
+    """A module or a name that is missing shows when the kernel's module is loaded."""
+    monkeypatch.setattr(products, "generation", lambda: 9)
+    monkeypatch.delitem(sys.modules, "gapless.kernels.ring", raising=False)
+    monkeypatch.delattr("gapless.kernels.ring", raising=False)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon.language.nvidia.ampere", language)
     monkeypatch.setattr("triton.experimental.gluon.language.barrier", None, raising=False)
-    assert not skinny.has_ring.__wrapped__()
+    assert not products.has_ring.__wrapped__()

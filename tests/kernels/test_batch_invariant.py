@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from gapless.models.fixed import fixed_product
+from gapless.kernels.batch_invariant import batch_invariant_product
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = torch.cuda.is_available()
@@ -26,12 +26,14 @@ def test_is_the_product(num_rows: int, columns: int, inner: int, has_bias: bool)
     bias = draw(columns, seed=2) if has_bias else None
     expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     tolerance = 3e-2 if ON_GPU else 1e-4
-    torch.testing.assert_close(fixed_product(x, weight, bias).float(), expected, atol=tolerance * 4, rtol=tolerance)
+    torch.testing.assert_close(
+        batch_invariant_product(x, weight, bias).float(), expected, atol=tolerance * 4, rtol=tolerance
+    )
 
 
 def test_a_row_is_the_same_alone_and_anywhere_in_a_batch() -> None:
     x, weight = draw(150, 200), draw(90, 200, seed=1)
-    together = fixed_product(x, weight)
+    together = batch_invariant_product(x, weight)
     for row in (0, 1, 63, 64, 149):
-        assert torch.equal(fixed_product(x[row : row + 1], weight)[0], together[row])
-    assert torch.equal(fixed_product(x[17:90], weight), together[17:90])
+        assert torch.equal(batch_invariant_product(x[row : row + 1], weight)[0], together[row])
+    assert torch.equal(batch_invariant_product(x[17:90], weight), together[17:90])

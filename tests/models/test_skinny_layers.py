@@ -1,4 +1,4 @@
-"""The fused products, under Triton's interpreter where there is no GPU, against plain torch."""
+"""Layers of fused products, under Triton's interpreter where there is no GPU, against plain torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from gapless.models import fused, skinny
+from gapless.kernels.cublas import library_product
+from gapless.kernels.tilings import MAX_ROWS, choose_tiling
 from gapless.models.layers import Gate, Hidden, Norm
-from gapless.models.skinny_layers import SkinnyLayers, library_product
-from gapless.models.tilings import MAX_ROWS, Tiling, choose_tiling
+from gapless.models.skinny_layers import SkinnyLayers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # the interpreter has no bfloat16 products
@@ -146,29 +146,6 @@ def test_split_products_add_up_in_one_pass() -> None:
     make = SkinnyLayers(DEVICE, fused=True)
     weight = draw(64, 1024)
     product = make.linear(weight)
-    for seed in (1, 2):  # another x, or the second might find the first one's result in its memory and pass with that
+    for seed in (1, 2):  # with the same x, the second could find the first one's result in its memory
         x = draw(4, 1024, seed=seed)
         assert_near(product(x), x.float() @ weight.float().T)
-
-
-@pytest.mark.parametrize(("shared_bytes", "num_stages"), [(None, 3), (232_448, 3), (120_000, 2), (50_000, 1)])
-def test_a_gpu_with_less_shared_memory_has_fewer_stages(
-    monkeypatch: pytest.MonkeyPatch, shared_bytes: int | None, num_stages: int
-) -> None:
-    """What Triton would else refuse to launch: 49152 bytes a stage."""
-    launched: list[int] = []
-    kernel = {(2, 1, 1): lambda *_, **options: launched.append(options["num_stages"])}
-    monkeypatch.setattr(skinny.kernels, "product", kernel)
-    monkeypatch.setattr(skinny, "shared_memory_bytes", lambda: shared_bytes)
-    tiling = Tiling(64, 64, 128, num_stages=3)
-    skinny.product(draw(40, 128), draw(256, 128), skinny.Workspace(DEVICE), tiling, gated=True)
-    assert launched == [num_stages]
-
-
-@pytest.mark.parametrize("size", [96, 1000])
-def test_small_kernels(size: int) -> None:
-    x, weight = draw(3, size), draw(size, seed=1)
-    assert_near(fused.rms_norm(x, weight, EPS), normed(x, Norm(weight, EPS)))
-    both = draw(3, 2 * size, seed=2)
-    gate, up = both.float().chunk(2, dim=1)
-    assert_near(fused.silu_mul(both), F.silu(gate) * up)

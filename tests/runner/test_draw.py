@@ -14,7 +14,7 @@ from test_sampler import make_seats
 from gapless.core.params import SamplingParams
 from gapless.core.plan import NO_SAMPLE
 from gapless.core.row_fields import ALL_NEEDS
-from gapless.runner.draw_kernels import pick
+from gapless.runner.draw import pick
 from gapless.runner.processors import SampledRows
 from gapless.runner.sampler import sample
 

@@ -2,7 +2,7 @@
 
 `decode` takes one token a row: norm, rope, KV write and attention in one, split over the keys, grouped query heads
 packed into one tile; the last split to finish adds up the parts. For chunks there are `rotate_and_store` and
-`prefill`. How many programs, and of which sizes, is the caller's business.
+`prefill`. The caller decides how many programs there are, and of which sizes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gapless.kernels import in_turn
+from gapless.kernels.launch import launch_dependents_and_wait
 
 SHARE = tl.constexpr(16)  # a split's keys are a multiple of this; whole tiles would leave the last split with few
 
@@ -119,7 +119,7 @@ def decode(
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, GROUP_2: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     NUM_SPLITS: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, HAS_NORM: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """All query heads of one KV head of one row, over one part of the row's keys.
 
@@ -144,7 +144,7 @@ def decode(
         )
     else:
         end_of_known = end
-    in_turn(EARLY)
+    launch_dependents_and_wait(PDL)
     if split < num_parts:
         total_heads: tl.constexpr = NUM_KV * (GROUP + 2)
         group = tl.arange(0, BLOCK_G)

@@ -1,8 +1,8 @@
 """Matrix products of few rows with everything around them fused in, each as one kernel, for NVIDIA GPUs.
 
-A decode step is bound by the bytes of its weights and by the number of its kernels. So a product here takes along the
-norm before it (as a factor for each row, from sums of squares that the kernel before left behind), or SiLU and the
-gate after it, or the residual it is added to.
+A decode step is bound by the bytes of its weights and by the number of its kernels. So a product includes the norm
+before it (a factor for each row, from sums of squares that the kernel before left behind), or SiLU and the gate after
+it, or the residual that it is added to.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 import torch
 import triton
 
-from gapless.kernels import HOPPER, early, generation, shared_memory_bytes
-from gapless.models import skinny_kernels as kernels
-from gapless.models.tilings import MAX_ROWS, Tiling, choose_tiling
+from gapless.kernels import skinny
+from gapless.kernels.launch import HOPPER, generation, pdl, shared_memory_bytes
+from gapless.kernels.tilings import MAX_ROWS, Tiling, choose_tiling
 
 SQUARES_TILES = 512  # column tiles of a residual at most
 PARTS = 2**21  # numbers that the parts of a split product have at most
 COUNTERS = 512  # tiles of a split product at most
 SPARE_BYTES = 8192  # of shared memory, for what is not a stage
-ASKS = 128  # pieces of its weights that a program asks for before it waits
+PREFETCHES = 128  # pieces of its weights that a program prefetches
 
 
 class Workspace:
@@ -38,7 +38,7 @@ def embed(ids: torch.Tensor, table: torch.Tensor, workspace: Workspace) -> torch
     size = table.shape[1]
     out = torch.empty(len(ids), size, dtype=table.dtype, device=table.device)
     block = triton.next_power_of_2(size)
-    kernels.embedding[(len(ids),)](ids, table, out, workspace.squares, SIZE=size, BLOCK=block, num_warps=4, **early())
+    skinny.embedding[(len(ids),)](ids, table, out, workspace.squares, SIZE=size, BLOCK=block, num_warps=4, **pdl())
     return out
 
 
@@ -48,7 +48,7 @@ def has_ring() -> bool:
     if generation() != HOPPER:
         return False
     try:
-        from gapless.models import ring_kernels  # noqa: F401
+        from gapless.kernels import ring  # noqa: F401
     except (ImportError, AttributeError):  # Gluon is experimental: its names come and go
         return False
     return True
@@ -71,7 +71,7 @@ def product(
     add_to: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [m, K] times weight [N, K] (gated: [2 * N, K]), in x's dtype unless another is given.
+    """x [m, K] times weight [N, K] (gated: [2 * N, K]), in x's dtype unless a different one is given.
 
     With `num_squares`, rows of x are first normalized by the sums of squares in the workspace; with `add_to`, the
     result is added to it in place, and its sums of squares are left in the workspace, one for each tile of columns.
@@ -91,21 +91,21 @@ def product(
         "num_warps": tiling.num_warps,
     }  # fmt: skip
     if tiling.kernel == "vector":
-        kernels.vector_product[(num_tiles,)](x, weight, out, squares, squares, num_squares, eps, **shape, **early())
+        skinny.vector_product[(num_tiles,)](x, weight, out, squares, squares, num_squares, eps, **shape, **pdl())
         return out
     if tiling.splits > 1:
         assert not gated  # parts of `up` are not added up
         assert num_tiles * row_tiles <= COUNTERS
         assert tiling.splits * columns * row_tiles * tiling.block_m <= PARTS
-    shape |= {"BLOCK_M": tiling.block_m, "SPLITS": tiling.splits, "LET_IN": tiling.lets_in}
+    shape |= {"BLOCK_M": tiling.block_m, "SPLITS": tiling.splits, "TRIGGER_EARLY": tiling.triggers_early}
     scratch = (workspace.parts, workspace.counters, squares, squares, num_rows, num_squares, eps)
     if tiling.kernel == "ring":
         assert row_tiles == 1
         _launch_ring(x, weight, out, scratch, tiling, shape)
         return out
-    kernels.product[(num_tiles, tiling.splits, row_tiles)](
-        x, weight, out, *scratch, ASK_BYTES=tiling.ask_bytes, ASKS=ASKS,
-        num_stages=_num_stages(tiling, gated=gated), **shape, **early(),
+    skinny.product[(num_tiles, tiling.splits, row_tiles)](
+        x, weight, out, *scratch, PREFETCH_BYTES=tiling.prefetch_bytes, PREFETCHES=PREFETCHES,
+        num_stages=_num_stages(tiling, gated=gated), **shape, **pdl(),
     )  # fmt: skip
     return out
 
@@ -118,11 +118,11 @@ def _launch_ring(
     tiling: Tiling,
     shape: dict[str, Any],
 ) -> None:
-    from gapless.models import ring_kernels  # on Hopper alone
+    from gapless.kernels import ring  # on Hopper alone
 
-    tiles = ring_kernels.in_tiles(weight, tiling.block_n, tiling.block_k)
+    tiles = ring.in_tiles(weight, tiling.block_n, tiling.block_k)
     grid = (out.shape[1] // tiling.block_n, tiling.splits)
-    ring_kernels.ring_product[grid](x, tiles, out, *scratch, NUM_STAGES=tiling.num_stages, **shape, launch_pdl=True)
+    ring.ring_product[grid](x, tiles, out, *scratch, NUM_STAGES=tiling.num_stages, **shape, launch_pdl=True)
 
 
 def _num_stages(tiling: Tiling, *, gated: bool) -> int:

@@ -10,22 +10,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gapless.kernels import in_turn, prefetch
+from gapless.kernels.launch import launch_dependents_and_wait, prefetch
 
 
 @triton.jit
-def _ask_for_weights(
+def _prefetch_weights(
     weight, tile, split,
-    K: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, ASK_BYTES: tl.constexpr, ASKS: tl.constexpr,
+    K: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PREFETCHES: tl.constexpr,
 ):  # fmt: skip
-    """The beginnings of this program's rows of the weight, `ASK_BYTES` of them in all."""
-    asks_a_row: tl.constexpr = ASKS // BLOCK_N
+    """Prefetch the beginnings of this program's rows of the weight, `PREFETCH_BYTES` in all."""
+    prefetches_a_row: tl.constexpr = PREFETCHES // BLOCK_N
     number_bytes: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-    size: tl.constexpr = min(ASK_BYTES // ASKS, PART * number_bytes // asks_a_row)
-    ask = tl.arange(0, ASKS)
-    row = (tile * BLOCK_N + ask // asks_a_row).to(tl.int64)
-    at = (row * K + split * PART) * number_bytes + (ask % asks_a_row) * size
-    prefetch(weight.to(tl.int64) + at, tl.full([ASKS], size, tl.int32))
+    size: tl.constexpr = min(PREFETCH_BYTES // PREFETCHES, PART * number_bytes // prefetches_a_row)
+    piece = tl.arange(0, PREFETCHES)
+    row = (tile * BLOCK_N + piece // prefetches_a_row).to(tl.int64)
+    at = (row * K + split * PART) * number_bytes + (piece % prefetches_a_row) * size
+    prefetch(weight.to(tl.int64) + at, tl.full([PREFETCHES], size, tl.int32))
 
 
 @triton.jit
@@ -52,13 +52,13 @@ def product(
     x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, MAX_SQUARES: tl.constexpr,
-    SQUARES_STRIDE: tl.constexpr, ASK_BYTES: tl.constexpr, ASKS: tl.constexpr, LET_IN: tl.constexpr,
-    EARLY: tl.constexpr,
+    SQUARES_STRIDE: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PREFETCHES: tl.constexpr, TRIGGER_EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of columns and rows, over one part of the inner dimension.
 
     GATED: the weight has gate rows, then up rows.
-    LET_IN: the next kernel may come in at once, not only when the weights are read.
+    TRIGGER_EARLY: the next kernel may be launched at once, not only when the weights are read.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -68,15 +68,15 @@ def product(
     inner = split * part_size + tl.arange(0, BLOCK_K)
     mask = (row < num_rows)[:, None]
     at = row[:, None].to(tl.int64) * N + column[None, :]
-    if EARLY:
-        if ASK_BYTES > 0:
-            _ask_for_weights(weight, tile, split, K, part_size, BLOCK_N, ASK_BYTES, ASKS)
+    if PDL:
+        if PREFETCH_BYTES > 0:
+            _prefetch_weights(weight, tile, split, K, part_size, BLOCK_N, PREFETCH_BYTES, PREFETCHES)
             if GATED:
-                _ask_for_weights(weight + N * K, tile, split, K, part_size, BLOCK_N, ASK_BYTES, ASKS)
-        if LET_IN:
+                _prefetch_weights(weight + N * K, tile, split, K, part_size, BLOCK_N, PREFETCH_BYTES, PREFETCHES)
+        if TRIGGER_EARLY:
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # all that came before is written from here on
-    if NORM:  # what the end needs is asked for before the loop
+    if NORM:  # the end needs them: loaded before the loop
         index = tl.arange(0, MAX_SQUARES)[:, None]
         sums = tl.load(squares_in + index * SQUARES_STRIDE + row[None, :], mask=index < num_squares, other=0.0)
     if ADD:
@@ -91,8 +91,8 @@ def product(
         acc = tl.dot(a, tl.trans(tl.load(weight_at + start)), acc)
         if GATED:
             acc_up = tl.dot(a, tl.trans(tl.load(weight_at + N * K + start)), acc_up)
-    if EARLY and not LET_IN:
-        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may come in and wait
+    if PDL and not TRIGGER_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may be launched, and waits
 
     is_last = True
     if SPLITS > 1:
@@ -119,7 +119,7 @@ def vector_product(
     x, weight, out, squares_in, squares_out, num_squares, eps,
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, MAX_SQUARES: tl.constexpr,
-    SQUARES_STRIDE: tl.constexpr, EARLY: tl.constexpr,
+    SQUARES_STRIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of columns for one row; the tile's weights are loaded before the row is waited for."""
     tile = tl.program_id(0)
@@ -132,7 +132,7 @@ def vector_product(
         tiles += (tl.load(weight_at + start),)
         if GATED:
             up_tiles += (tl.load(weight_at + N * K + start),)
-    in_turn(EARLY)
+    launch_dependents_and_wait(PDL)
     pieces = ()
     for start in tl.static_range(0, K, BLOCK_K):
         pieces += (tl.load(x + start + inner),)
@@ -166,9 +166,9 @@ def vector_product(
 
 
 @triton.jit
-def embedding(ids, table, out, squares, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def embedding(ids, table, out, squares, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One token's embedding, and its sum of squares."""
-    in_turn(EARLY)
+    launch_dependents_and_wait(PDL)
     token = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE

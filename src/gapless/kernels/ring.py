@@ -1,7 +1,7 @@
 """A product of few rows in Gluon, for GPUs with a copy engine for tiles (Hopper).
 
-The copy engine brings tiles of weights into a ring in shared memory, from before the kernel's turn comes: while the
-kernel before still computes the rows, their weights are under way. Triton's own pipelines begin after the wait.
+The copy engine prefetches tiles of weights into a ring in shared memory while the kernel before still computes the
+rows (kernels/launch). Triton's own pipelines begin after the wait.
 Gluon is Triton's language for layouts and copies by hand; it has no interpreter, and some names changed since 3.6.
 """
 
@@ -34,7 +34,7 @@ def _fetch(
     weight, tiles, filled, stage, column, inner, wanted,
     N: gl.constexpr, GATED: gl.constexpr, STAGE_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Have a stage of the ring filled: a tile of weights, or one of gate and one of up."""
+    """Request a stage of the ring: a tile of weights, or one of gate and one of up."""
     bar = filled.index(stage)
     mbarrier.expect(bar, STAGE_BYTES, pred=wanted)
     if GATED:
@@ -88,12 +88,12 @@ def ring_product(
     x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps,
     N: gl.constexpr, K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     NUM_STAGES: gl.constexpr, SPLITS: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
-    MAX_SQUARES: gl.constexpr, SQUARES_STRIDE: gl.constexpr, LET_IN: gl.constexpr,
+    MAX_SQUARES: gl.constexpr, SQUARES_STRIDE: gl.constexpr, TRIGGER_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """One tile of columns and all rows, over one part of the inner dimension, as skinny_kernels' `product`.
+    """One tile of columns and all rows, over one part of the inner dimension, as `skinny.product`.
 
     weight: a descriptor of [N, K] in tiles [BLOCK_N, BLOCK_K].
-    LET_IN: the next kernel may come in when all weights are asked for, not only when they are read.
+    TRIGGER_EARLY: the next kernel may be launched when all weights are requested, not only when they are read.
     """
     num_warps: gl.constexpr = gl.num_warps()
     row_warps: gl.constexpr = 1 if BLOCK_M == 16 else 2
@@ -133,7 +133,7 @@ def ring_product(
     column = first_column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, mma))
     mask = (row < num_rows)[:, None]
     at = (row * N)[:, None] + column[None, :]
-    if NORM:  # what the end needs is asked for before the loop
+    if NORM:  # the end needs them: loaded before the loop
         index = gl.arange(0, MAX_SQUARES, layout=gl.SliceLayout(1, sums_layout))
         sums_row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, sums_layout))
         sums_at = squares_in + (index * SQUARES_STRIDE)[:, None] + sums_row[None, :]
@@ -149,7 +149,7 @@ def ring_product(
         mbarrier.wait(filled.index(stage), (chunk // NUM_STAGES) & 1)
         _sync()  # rows that other threads copied are there as well
         acc, acc_up = _multiply(acc, acc_up, rows, tiles, stage, BLOCK_K, GATED, mma)
-        if LET_IN:  # noqa: SIM102 (decided when compiled)
+        if TRIGGER_EARLY:  # noqa: SIM102 (decided when compiled)
             if chunk == max(num_chunks - NUM_STAGES, 0):
                 gdc_launch_dependents()
         if num_chunks > NUM_STAGES:
@@ -159,7 +159,7 @@ def ring_product(
             _fetch(weight, tiles, filled, stage, first_column, begin + ahead * BLOCK_K, wanted, N, GATED, stage_bytes)
             _copy_rows(rows.index(stage), x_at + ahead * BLOCK_K, mask=x_mask & wanted)
         async_copy.commit_group()
-    if not LET_IN:
+    if not TRIGGER_EARLY:
         gdc_launch_dependents()
 
     is_last = True

@@ -8,19 +8,17 @@ else in the batch, and all of it can be captured in a graph. Runs under Triton's
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 
 from gapless.core.params import MAX_STOP_IDS
 from gapless.core.plan import NO_SAMPLE
-from gapless.core.row_fields import SEAT_WORDS, need
-from gapless.runner.graph_kernels import argmax
-from gapless.runner.processors import SampledRows
-from gapless.runner.row_store import seat_columns
+from gapless.core.row_fields import SEAT_WORDS
 
 DIGIT_BITS = 2  # of a key, settled by one pass
-MIN_TOKENS = need("min_total")
 
 
 @triton.jit
@@ -183,24 +181,32 @@ def _pick(
     tl.store(tokens + i, tl.where(fine, token, NO_SAMPLE).to(tl.int64))
 
 
-def pick(
-    logits: torch.Tensor, sampled: SampledRows, needs: int, *, key_bits: int = 32, block: int = 4096
-) -> torch.Tensor:
-    """Tokens [n] int64, as `sampler.sample` would choose them; what a row does not use costs it nothing.
-
-    Logits of forbidden stop tokens are overwritten. With 16 key bits, tokens are drawn from logits rounded to bfloat16,
-    and filters take half the passes; greedy rows are exact.
-    """
-    if not needs:
-        return argmax(logits)
+def forbid_stops(
+    logits: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, fields: Mapping[str, torch.Tensor]
+) -> None:
+    """Overwrite the logits of stop tokens in rows that may not end yet."""
     num_rows, vocab = logits.shape
-    rows, places, fields = sampled.rows, sampled.places, seat_columns(sampled.seats)
+    _forbid[(num_rows,)](
+        logits, rows, places, fields["stop_ids"], fields["min_total"],
+        VOCAB=vocab, NUM_STOPS=MAX_STOP_IDS, SEAT_WORDS=SEAT_WORDS, num_warps=1,
+    )  # fmt: skip
+
+
+def draw(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    places: torch.Tensor,
+    fields: Mapping[str, torch.Tensor],
+    *,
+    key_bits: int,
+    block: int,
+) -> torch.Tensor:
+    """Tokens [n] int64 for logits [n, vocab] of rows [n], which will have these places [n].
+
+    fields: of all rows, as views of their seats.
+    """
+    num_rows, vocab = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if needs & MIN_TOKENS:
-        _forbid[(num_rows,)](
-            logits, rows, places, fields["stop_ids"], fields["min_total"],
-            VOCAB=vocab, NUM_STOPS=MAX_STOP_IDS, SEAT_WORDS=SEAT_WORDS, num_warps=1,
-        )  # fmt: skip
     drawn = (fields[name] for name in ("temperature", "top_p", "min_p", "top_k", "seed"))
     _pick[(num_rows,)](
         logits, rows, places, *drawn, tokens,

@@ -1,8 +1,8 @@
-"""Matrix products whose rows do not know each other: the same sums in the same order, whatever the number of rows.
+"""Batch-invariant matrix products: a row's sums are the same, in the same order, for any number of rows.
 
-A library picks another kernel for another batch size, and with it another order of additions. Here every product is
-cut in one way, and the inner dimension is walked from its beginning to its end. For the batch-invariant mode, where
-the same bits matter more than the last of the speed. Runs under Triton's interpreter too.
+A library picks different kernels for different batch sizes, and with them different orders of additions. Here every
+product is tiled in one way, and the inner dimension is walked from its beginning to its end. It is slower, and gives
+the same bits in any batch. Runs under Triton's interpreter too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 64
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _fixed_product(
+def _batch_invariant_product(
     x, weight, bias, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
@@ -37,14 +37,14 @@ def _fixed_product(
     tl.store(out + row[:, None] * N + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-def fixed_product(
+def batch_invariant_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """x [m, K] times weight [N, K], plus bias [N], in x's dtype unless another is given."""
+    """x [m, K] times weight [N, K], plus bias [N], in x's dtype unless a different one is given."""
     num_rows, inner = x.shape
     columns = len(weight)
     out = torch.empty(num_rows, columns, dtype=dtype or x.dtype, device=x.device)
-    _fixed_product[(triton.cdiv(columns, BLOCK_N), triton.cdiv(num_rows, BLOCK_M))](
+    _batch_invariant_product[(triton.cdiv(columns, BLOCK_N), triton.cdiv(num_rows, BLOCK_M))](
         x.contiguous(), weight, weight if bias is None else bias, out, num_rows,
         N=columns, K=inner, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, HAS_BIAS=bias is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, num_stages=4,

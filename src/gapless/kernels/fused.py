@@ -1,7 +1,7 @@
 """Small operations between the products, each as one Triton kernel, for NVIDIA GPUs.
 
-At a batch of a few dozen tokens a kernel costs its launch, not its work; so the norm of a layer, and SiLU with the
-gate's product, are one kernel each. Runs under Triton's interpreter too.
+With a few dozen tokens a kernel costs its launch, not its work. So the norm of a layer, and SiLU with the gate's
+product, are one kernel each. Runs under Triton's interpreter too.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from gapless.kernels import early, in_turn
+from gapless.kernels.launch import launch_dependents_and_wait, pdl
 
 
 @triton.jit
-def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    in_turn(EARLY)
+def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_dependents_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
@@ -26,9 +26,9 @@ def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARL
 
 
 @triton.jit
-def _add_rms_norm(x, addend, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _add_rms_norm(x, addend, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """x += addend, in place; out = the norm of the sum."""
-    in_turn(EARLY)
+    launch_dependents_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
@@ -44,8 +44,8 @@ def _add_rms_norm(x, addend, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _silu_mul(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    in_turn(EARLY)
+def _silu_mul(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_dependents_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
@@ -58,7 +58,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, addend: torch.Te
     """x [n, size] over its root mean square, times weight [size]; the addend is first added to x, in place."""
     out = torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
-    shape = {"SIZE": x.shape[1], "BLOCK": block, "num_warps": min(16, max(4, block // 512)), **early()}
+    shape = {"SIZE": x.shape[1], "BLOCK": block, "num_warps": min(16, max(4, block // 512)), **pdl()}
     if addend is None:
         _rms_norm[(len(x),)](x, weight, out, eps, **shape)
     else:
@@ -71,5 +71,5 @@ def silu_mul(both: torch.Tensor) -> torch.Tensor:
     size = both.shape[1] // 2
     out = torch.empty(len(both), size, dtype=both.dtype, device=both.device)
     block = min(1024, triton.next_power_of_2(size))
-    _silu_mul[(len(both), triton.cdiv(size, block))](both, out, SIZE=size, BLOCK=block, num_warps=4, **early())
+    _silu_mul[(len(both), triton.cdiv(size, block))](both, out, SIZE=size, BLOCK=block, num_warps=4, **pdl())
     return out

@@ -1,0 +1,83 @@
+"""The two ends of a captured decode step, one Triton kernel each: rows to model inputs, and tokens to rows.
+
+A row of padding (the last one) reads and writes its own scratch block and never advances.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from gapless.kernels.launch import launch_dependents_and_wait, pdl
+
+
+@triton.jit
+def _begin(
+    packed, last_token, length, blocks, ids, positions, slots, lengths, rows, num_rows, table_stride,
+    BATCH: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row: take in its new block, if it got one, and say what the model is fed."""
+    launch_dependents_and_wait(PDL)
+    i = tl.program_id(0)
+    row = tl.load(packed + i).to(tl.int64)
+    new_block = tl.load(packed + BATCH + i).to(tl.int64)
+    position = tl.load(length + row)
+    entry = blocks + row * table_stride + position // BLOCK_SIZE
+    block = tl.load(entry)
+    if new_block >= 0:
+        block = new_block
+        tl.store(entry, new_block)
+    tl.store(ids + i, tl.load(last_token + row))
+    tl.store(positions + i, position)
+    tl.store(slots + i, block * BLOCK_SIZE + position % BLOCK_SIZE)
+    tl.store(lengths + i, position + 1)
+    tl.store(rows + i, row)
+
+
+@triton.jit
+def _end(tokens, rows, lengths, last_token, length, out, num_rows, PDL: tl.constexpr):
+    """One row: keep the sampled token and move on."""
+    launch_dependents_and_wait(PDL)
+    i = tl.program_id(0)
+    row = tl.load(rows + i)
+    token = tl.load(tokens + i)
+    tl.store(out + i, token.to(tl.int32))
+    real = row < num_rows
+    tl.store(last_token + row, tl.where(real & (token >= 0), token, 0))  # NO_SAMPLE is below 0, and no token
+    tl.store(length + row, tl.where(real, tl.load(lengths + i), 0))
+
+
+class DecodeInputs:
+    """The model's inputs for a batch of a fixed size. `begin` writes them."""
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.batch = batch
+        self.ids, self.positions, self.slots, self.lengths, self.rows = (
+            torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(5)
+        )
+
+
+def begin(
+    packed: torch.Tensor,
+    last_token: torch.Tensor,
+    length: torch.Tensor,
+    blocks: torch.Tensor,
+    block_size: int,
+    inputs: DecodeInputs,
+) -> None:
+    """`packed` [2 * batch] int32: rows, then each row's new block or -1."""
+    _begin[(inputs.batch,)](
+        packed, last_token, length, blocks,
+        inputs.ids, inputs.positions, inputs.slots, inputs.lengths, inputs.rows,
+        len(last_token) - 1, blocks.stride(0), BATCH=inputs.batch, BLOCK_SIZE=block_size, num_warps=1, **pdl(),
+    )  # fmt: skip
+
+
+def end(
+    tokens: torch.Tensor, inputs: DecodeInputs, last_token: torch.Tensor, length: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write `tokens` [batch] int64 to the rows and to `out` int32."""
+    _end[(inputs.batch,)](
+        tokens, inputs.rows, inputs.lengths, last_token, length, out, len(last_token) - 1, num_warps=1, **pdl()
+    )

@@ -1,0 +1,57 @@
+"""Common to all kernels: programmatic dependent launch (PDL), prefetches, and the limits of the GPU.
+
+With PDL a kernel is launched while the one before it still runs. It waits (`gdc_wait`) before it touches what that one
+writes, and triggers (`gdc_launch_dependents`) the launch of the next one. Before it waits it may prefetch what no
+kernel writes, weights above all. A kernel may run ahead of several others, but not of one that is launched without PDL,
+nor of the step before. Attention relies on that: it reads rows, lengths and blocks before it waits, because the kernel
+that gathers rope's angles, after the one that begins the step, is launched without PDL.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+HOPPER = 9
+
+
+@cache
+def generation() -> int:
+    """The major compute capability of the GPU; 0: there is none."""
+    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+
+
+@cache
+def pdl() -> dict[str, Any]:
+    """Launch arguments of a kernel that has the two calls: PDL is on from Hopper on."""
+    return {"PDL": True, "launch_pdl": True} if generation() >= HOPPER else {"PDL": False}
+
+
+@cache
+def shared_memory_bytes() -> int | None:
+    """Shared memory that a program may take; None: no GPU, no limit."""
+    if not torch.cuda.is_available():
+        return None
+    driver = triton.runtime.driver.active
+    return int(driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"])
+
+
+@triton.jit
+def launch_dependents_and_wait(PDL: tl.constexpr):
+    """Trigger the next kernel's launch, then wait for the one before: all that a short kernel does about PDL."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(address, size):
+    """Prefetch `size` bytes, a multiple of 16, from each address into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [address, size],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

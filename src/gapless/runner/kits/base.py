@@ -1,0 +1,168 @@
+"""The protocol of a kit: all that the kind of device decides, from defaults and layers to sampler and runner.
+
+A kit answers for one kind of device: `settings` before anything is loaded, then `load`, then `assemble`. The values
+that pass between them are here too. Knows no device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypedDict
+
+import torch
+
+from gapless.config import EngineOptions
+from gapless.core.limits import Limits
+from gapless.core.plan import Plan
+from gapless.core.request import IntArray
+from gapless.device.base import Buffer, Device
+from gapless.models.config import ModelConfig
+from gapless.models.llama import CausalLM
+from gapless.models.loader import LoadFormat
+from gapless.models.source import ModelSource
+from gapless.runner.fill import Filled
+from gapless.runner.kv_store import KVStore
+from gapless.runner.native import NativeModel
+
+Progress = Callable[[int, int], None]
+LoadedModel = CausalLM | NativeModel
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that is known before a model is loaded: the options over the device's defaults."""
+
+    model: ModelConfig
+    device_name: str
+    dtype: torch.dtype  # of the weights
+    kv_dtype: torch.dtype
+    num_rows: int  # at most; every row fits into one step
+    max_batch_tokens: int
+    batch_invariant: bool
+    native: bool = False  # steps are native calls
+    slow_reason: str | None = None  # why they are not, where the user did not say so
+    attention: tuple[str, ...] = ()  # names of which the fastest will run, where there is a choice
+
+    @classmethod
+    def of(
+        cls,
+        options: EngineOptions,
+        model: ModelConfig,
+        device_name: str,
+        *,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
+        max_batch_tokens: int,
+        max_num_rows: int,
+    ) -> Settings:
+        """The options over these defaults. `kv_dtype` None: that of the weights."""
+        chosen: torch.dtype = dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+        tokens = options.max_batch_tokens or max_batch_tokens
+        num_rows = min(options.max_num_rows or max_num_rows, tokens)
+        return cls(model, device_name, chosen, kv_dtype or chosen, num_rows, tokens, options.batch_invariant)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Options, resolved against a model and a machine."""
+
+    model: ModelConfig
+    device_name: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    kv_bytes: int
+    limits: Limits
+    native: bool  # steps are native calls
+    slow_reason: str | None = None  # why they are not, where the user did not say so
+    attention: tuple[str, ...] = ()  # names of which the fastest will run, where there is a choice
+    batch_invariant: bool = False  # a request's bits do not depend on its batch
+
+    @classmethod
+    def of(cls, settings: Settings, kv_bytes: int, limits: Limits) -> Resolved:
+        """The settings, and the sizes that fit."""
+        return cls(
+            settings.model,
+            settings.device_name,
+            settings.dtype,
+            settings.kv_dtype,
+            kv_bytes,
+            limits,
+            native=settings.native,
+            slow_reason=settings.slow_reason,
+            attention=settings.attention,
+            batch_invariant=settings.batch_invariant,
+        )
+
+
+class WeightOptions(TypedDict):
+    """Where weights go and how they are read, as arguments of `load_model`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    load_format: LoadFormat
+    seed: int
+    max_positions: int
+    progress: Progress | None
+
+
+class BatchRunner(Protocol):
+    """Runs one batch at a time on one device."""
+
+    buffers: Sequence[Buffer]
+    ledger: Counter[str]  # steps that missed a faster runner, by reason
+
+    def fill(self, plan: Plan, out: IntArray) -> Filled:
+        """Pack the plan."""
+
+    def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+        """Run the packed plan on the compute stream; leave its results at the head of `out`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A device with a model on it, ready to run steps."""
+
+    resolved: Resolved
+    device: Device
+    runner: BatchRunner
+    layers: Sequence[torch.Tensor]  # the KV memory of each layer, blocks first, however a block is laid out
+    capture_cost: str = ""  # what capturing graphs took, in words
+    attention: str = ""  # which one runs and why, in words
+
+
+class Kit(Protocol):
+    """All that depends on the kind of device."""
+
+    block_sizes: tuple[int, ...]  # that `gapless check` plays; each is a runner of its own
+    exact_dtypes: tuple[torch.dtype, ...]  # of steps in torch whose tokens depend on their batch by rounding alone
+
+    def settings(self, options: EngineOptions, model: ModelConfig) -> Settings:
+        """The settings for these options. Raises ConfigError for an option that the device cannot follow."""
+
+    def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
+        """The model, with its weights on the device."""
+
+    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: Progress | None) -> Built:
+        """A runner for a loaded model, with rows and KV memory of its own."""
+
+
+def make_kv_store(device: Device, resolved: Resolved, *, heads_first: bool) -> KVStore:
+    """KV memory for the model and the limits."""
+    config, limits = resolved.model, resolved.limits
+    return KVStore(
+        device,
+        num_layers=config.num_layers,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=resolved.kv_dtype,
+        heads_first=heads_first,
+    )
+
+
+def in_blocks(kv: KVStore, block_size: int) -> Sequence[torch.Tensor]:
+    """The pools, blocks first."""
+    return tuple(pool.view(-1, block_size, *pool.shape[1:]) for pool in kv.pools)

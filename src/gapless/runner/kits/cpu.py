@@ -1,0 +1,95 @@
+"""The CPU's kit: steps as native calls where there is a C++ compiler, in torch where not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from gapless.attention.reference import ReferenceAttention
+from gapless.config import EngineOptions
+from gapless.device.base import Device
+from gapless.errors import ConfigError
+from gapless.models.config import ModelConfig
+from gapless.models.loader import LoadFormat, load_model, open_weights
+from gapless.models.source import ModelSource
+from gapless.runner.kits.base import (
+    Built,
+    LoadedModel,
+    Progress,
+    Resolved,
+    Settings,
+    WeightOptions,
+    in_blocks,
+    make_kv_store,
+)
+from gapless.runner.native import NativeModel, NativeRunner, why_not
+from gapless.runner.runner import Runner
+from gapless.runner.sampler import sample
+from gapless.runner.step import Step
+
+
+class CpuKit:
+    """Torch's layers and reference attention, or the native library in place of both."""
+
+    block_sizes: tuple[int, ...] = (4, 8, 16)
+    exact_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+
+    def settings(self, options: EngineOptions, model: ModelConfig) -> Settings:
+        if options.attention != "auto":
+            raise ConfigError(f"attention {options.attention}: only a GPU has it; on a CPU leave it at auto")
+        settings = Settings.of(
+            options,
+            model,
+            "cpu",
+            dtype=torch.bfloat16 if _multiplies_bfloat16() else torch.float32,
+            kv_dtype=torch.float32,  # attention over bfloat16 is many times slower on a CPU
+            max_batch_tokens=512,
+            max_num_rows=128,
+        )
+        reason = why_not(settings.dtype) if options.native else None
+        native = options.native and reason is None
+        if options.batch_invariant and not native:
+            raise ConfigError("batch_invariant: on a CPU only native steps are (option native, and a C++ compiler)")
+        return dataclasses.replace(settings, native=native, slow_reason=reason)
+
+    def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
+        if settings.native:
+            return load_native(source, settings.model, **weights)
+        return load_model(source, settings.model, **weights)
+
+    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: Progress | None) -> Built:
+        config, limits = resolved.model, resolved.limits
+        kv = make_kv_store(device, resolved, heads_first=True)  # the reference gathers the KV cache head by head
+        if isinstance(model, NativeModel):
+            layers = kv.buffer.tensor.view(limits.num_blocks + 1, config.num_layers, -1).unbind(1)
+            return Built(resolved, device, NativeRunner(device, limits, model, kv), layers)
+        attention = ReferenceAttention(kv.pools, limits.block_size, config.num_heads, config.head_dim**-0.5)
+        runner = Runner(device, limits, kv, Step(model, attention, sample), resolved.slow_reason)
+        return Built(resolved, device, runner, in_blocks(kv, limits.block_size))
+
+
+def load_native(
+    source: ModelSource,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    max_positions: int | None = None,
+    progress: Progress | None = None,
+) -> NativeModel:
+    """The model for native steps; no second copy of its weights remains."""
+    read = open_weights(
+        source, config, dtype=dtype, device=device, load_format=load_format, seed=seed, progress=progress
+    )
+    with torch.inference_mode():
+        return NativeModel(config, read, max_positions)
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU's products of bfloat16 are fast."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

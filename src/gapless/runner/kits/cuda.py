@@ -1,0 +1,108 @@
+"""The kit of NVIDIA GPUs: fused layers, the fastest attention, a sampler without a sort, steps as CUDA graphs.
+
+Needs Triton, which only GPU installations have: `kit_for` imports this file when a GPU is chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from functools import partial
+
+import torch
+
+from gapless.attention.base import Attention
+from gapless.attention.triton import TritonAttention
+from gapless.config import EngineOptions
+from gapless.device.base import Device
+from gapless.device.cuda import replay_s
+from gapless.kernels.batch_invariant import batch_invariant_product
+from gapless.models.config import ModelConfig
+from gapless.models.layers import Layers
+from gapless.models.llama import weight_shapes
+from gapless.models.loader import load_model
+from gapless.models.skinny_layers import SkinnyLayers
+from gapless.models.source import ModelSource
+from gapless.runner.attention_choice import candidates, make_attention
+from gapless.runner.draw import pick
+from gapless.runner.graphs import GraphRunner
+from gapless.runner.kits.base import (
+    Built,
+    LoadedModel,
+    Progress,
+    Resolved,
+    Settings,
+    WeightOptions,
+    in_blocks,
+    make_kv_store,
+)
+from gapless.runner.kv_store import KVStore
+from gapless.runner.native import NativeModel
+from gapless.runner.runner import Runner
+from gapless.runner.step import Sampler, Step
+
+log = logging.getLogger(__name__)
+
+MIXED_GRAPHS_BELOW_BYTES = 4 * 2**30  # of weights: larger models run longer than their launches take
+
+
+class CudaKit:
+    """Triton's kernels and cuBLAS; batch-invariant ones if asked for."""
+
+    block_sizes: tuple[int, ...] = (16,)  # a runner captures its graphs, which takes a while
+    exact_dtypes: tuple[torch.dtype, ...] = ()  # kernels are chosen by the size of the batch
+
+    def settings(self, options: EngineOptions, model: ModelConfig) -> Settings:
+        settings = Settings.of(
+            options, model, "cuda", dtype=torch.bfloat16, kv_dtype=None, max_batch_tokens=8192, max_num_rows=256
+        )
+        return dataclasses.replace(settings, attention=candidates(options, model, settings.kv_dtype))
+
+    def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
+        layers = make_layers(weights["device"], settings.dtype, batch_invariant=settings.batch_invariant)
+        return load_model(source, settings.model, layers=layers, **weights)
+
+    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: Progress | None) -> Built:
+        assert not isinstance(model, NativeModel)
+        limits = resolved.limits
+        kv = make_kv_store(device, resolved, heads_first=False)
+        attention, choice = choose_attention(device, kv, resolved)
+        step = Step(model, attention, choose_sampler(resolved.dtype))
+        runner = Runner(device, limits, kv, step)
+        mixed = _weight_bytes(resolved) < MIXED_GRAPHS_BELOW_BYTES
+        graphs = GraphRunner(runner, step, limits, progress, mixed=mixed)
+        return Built(resolved, device, graphs, in_blocks(kv, limits.block_size), str(graphs.cost), choice)
+
+
+def make_layers(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool) -> Layers:
+    """The parts of a decoder layer. Batch-invariant: a row's result does not depend on other rows."""
+    if batch_invariant:
+        return SkinnyLayers(device, fused=False, plain=batch_invariant_product)
+    return SkinnyLayers(device, fused=dtype != torch.float32)
+
+
+def choose_attention(device: Device, kv: KVStore, resolved: Resolved) -> tuple[Attention, str]:
+    """The attention, and in words which one it is and why."""
+    limits, config = resolved.limits, resolved.model
+    own = TritonAttention(
+        kv.pools,
+        limits.block_size,
+        config.num_heads,
+        config.head_dim**-0.5,
+        num_rows=limits.num_rows,
+        num_cores=device.num_cores,
+        batch_invariant=resolved.batch_invariant,
+    )
+    attention, choice = make_attention(own, config.num_heads, limits, resolved.attention, replay_s)
+    log.info("%s", choice)
+    return attention, str(choice)
+
+
+def choose_sampler(dtype: torch.dtype) -> Sampler:
+    """A model's logits are no finer than its weights."""
+    return partial(pick, key_bits=16) if dtype == torch.bfloat16 else pick
+
+
+def _weight_bytes(resolved: Resolved) -> int:
+    return resolved.dtype.itemsize * sum(math.prod(shape) for shape in weight_shapes(resolved.model).values())

@@ -1,0 +1,76 @@
+"""The kit of NVIDIA GPUs as a whole, on the CPU's streams under Triton's interpreter. tests/gpu has the real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_graphs import Played
+
+from gapless import LLM, SamplingParams, device
+from gapless.config import EngineOptions
+from gapless.device.cpu import CpuDevice, InlineDriver
+from gapless.kernels.batch_invariant import batch_invariant_product
+from gapless.models.loader import load_config
+from gapless.models.source import resolve as find
+from gapless.runner import graphs
+from gapless.runner.kits.cuda import CudaKit, choose_sampler, make_layers
+from tiny import CPU
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has the real one: tests/gpu")
+
+GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22]]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gapless.device.cuda.is_available", lambda: True)
+    monkeypatch.setitem(device.DEVICES, "cuda", lambda seed: CpuDevice(driver=InlineDriver()))
+    monkeypatch.setattr(graphs, "_record", lambda body, pool, stream: Played(body))
+    monkeypatch.setattr(graphs, "WARM_UP_TOKENS", (3,))
+    for name in ("graph_pool_handle", "Stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    monkeypatch.setattr("gapless.runner.kits.cuda.MIXED_GRAPHS_BELOW_BYTES", 0)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_an_engine_of_kernels_gives_the_tokens_of_torch(tiny_dir: Path, on_cpu: None, batch_invariant: bool) -> None:
+    options: dict[str, Any] = {"max_num_rows": 3, "max_batch_tokens": 16, "num_blocks": 12, "depth": 1}
+    with LLM(tiny_dir, **CPU, **options, native=False) as llm:
+        expected = [item.token_ids for item in llm.generate(PROMPTS, GREEDY)]
+    with LLM(tiny_dir, **CPU | {"device": "cuda"}, **options, batch_invariant=batch_invariant) as llm:
+        assert [item.token_ids for item in llm.generate(PROMPTS, GREEDY)] == expected
+        assert llm.engine.attention() == "attention: triton (the only candidate)"
+        assert llm.engine.resolved.device_name == "cuda"
+        assert llm.engine.ledger()["no graph: prefill"] > 0
+
+
+def test_defaults(tiny_dir: Path) -> None:
+    options = EngineOptions(model=str(tiny_dir), device="cuda")
+    found = CudaKit().settings(options, load_config(find(tiny_dir)))
+    assert (found.dtype, found.kv_dtype) == (torch.bfloat16, torch.bfloat16)
+    assert (found.num_rows, found.max_batch_tokens, found.native) == (256, 8192, False)
+    assert found.attention[0] == "triton"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batch_invariant", "fused"),
+    [(torch.bfloat16, False, True), (torch.float32, False, False), (torch.bfloat16, True, False)],
+)
+def test_layers(dtype: torch.dtype, batch_invariant: bool, fused: bool) -> None:
+    layers: Any = make_layers(torch.device("cpu"), dtype, batch_invariant=batch_invariant)
+    assert layers._fused is fused
+    assert (layers._plain is batch_invariant_product) is batch_invariant
+
+
+def test_the_sampler_is_as_fine_as_the_weights() -> None:
+    fine: Any = choose_sampler(torch.bfloat16)
+    assert fine.keywords == {"key_bits": 16}
+    assert not hasattr(choose_sampler(torch.float32), "keywords")
