@@ -76,9 +76,20 @@ def test_results_are_those_of_the_benchmarks() -> None:
         assert re.search(rf"[|(] ?{re.escape(figure)}(?: \||,| s\)|$)", benchmarks), figure
 
 
-@pytest.mark.parametrize("page", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))])
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         if "://" not in target:
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
+
+
+def test_contributing_names_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    files = re.findall(r"`([a-z_0-9/.]+\.(?:py|h|cpp|toml|yaml))`", text)
+    assert len(files) > 30
+    for file in files:
+        assert (ROOT / file).exists() or (ROOT / "src/gapless" / file).exists(), file
