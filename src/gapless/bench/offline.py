@@ -37,31 +37,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-prompts", type=int, default=16, help="prompts in the job (default: %(default)s)")
     add("--prompt-tokens", type=int, default=64, help="tokens of each prompt (default: %(default)s)")
     add("--max-tokens", type=int, default=64, help="new tokens of each prompt (default: %(default)s)")
-    add("--batch", type=int, nargs="+", default=[16], metavar="N", help="parallel requests at most (default: 16)")
+    add("--batch", type=int, nargs="+", default=[16], metavar="N", help="most parallel requests (default: 16)")
     add("--depth", nargs="+", default=["auto", "1", "2"], metavar="D", help="Gapless's depths (default: auto 1 2)")
     add("--dtype", nargs="+", default=["auto"], metavar="T", help="Gapless's data types (default: auto)")
     add("--threads", type=int, help="CPU threads of every engine (default: torch's)")
-    add("--rounds", type=int, default=3, help="times that each engine does the job, in turn (default: %(default)s)")
-    add("--warmup", type=int, default=1, help="rounds before these that do not count (default: %(default)s)")
-    add("--peers", nargs="*", metavar="NAME", help="run installed peers too: all of them, or those named")
+    add("--rounds", type=int, default=3, help="runs of each engine, in turn (default: %(default)s)")
+    add("--warmup", type=int, default=1, help="earlier rounds that are not counted (default: %(default)s)")
+    add("--peers", nargs="*", metavar="NAME", help="also run installed peers: all of them, or those named")
     add(
         "--python",
         action="append",
         default=[],
         metavar="NAME=PYTHON",
-        help="interpreter that has this peer, where it needs an environment of its own; may be repeated",
+        help="Python interpreter with this peer, if it is in a different environment; repeatable",
     )
     add(
         "--workload",
         nargs="+",
         metavar="A..F|M",
-        help="GPU workloads with random weights instead of this job; M mixes lengths",
+        help="run GPU workloads with random weights instead of this job; M has mixed lengths",
     )
-    add("--kernels", action="store_true", help="after each workload, show which kernels a decode step is made of")
-    add("--trace", metavar="T.json", help="write Gapless's timelines here, and T.html beside it")
-    add("--json", metavar="FILE", help="write all numbers here")
-    add("--plot", metavar="FILE.svg", help="draw a bar chart here")
-    add("--logs", metavar="FOLDER", help="keep here what the engines print (default: thrown away)")
+    add("--kernels", action="store_true", help="after each workload, list the kernels of a decode step")
+    add("--trace", metavar="T.json", help="write Gapless's timelines to this file, and to T.html")
+    add("--json", metavar="FILE", help="write all figures to this file")
+    add("--plot", metavar="FILE.svg", help="draw a bar chart to this file")
+    add("--logs", metavar="FOLDER", help="keep the output of the engines in this folder (default: discard it)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,10 +135,10 @@ TARGETS: dict[str, Callable[[float, int, Path], Counter[str]]] = {
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gapless.proof.fuzz", description=__doc__)
-    parser.add_argument("--target", choices=[*TARGETS, "all"], default="all", help="what to fuzz (default: all)")
-    parser.add_argument("--seconds", type=float, default=600.0, help="how long, all targets together (default: 600)")
-    parser.add_argument("--seed", type=int, default=None, help="where the cases come from (default: the clock)")
-    parser.add_argument("--save", default=".", metavar="DIR", help="where failing schedules are written")
+    parser.add_argument("--target", choices=[*TARGETS, "all"], default="all", help="target to fuzz (default: all)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time for all targets together (default: 600)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the cases (default: from the clock)")
+    parser.add_argument("--save", default=".", metavar="DIR", help="folder for failing schedules")
     args = parser.parse_args(argv)
     if not Path(args.save).is_dir():
         parser.error(f"--save: {args.save}: no such folder")
