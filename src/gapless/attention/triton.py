@@ -1,6 +1,6 @@
-"""Paged attention for NVIDIA GPUs, by our own kernels: which are launched for a batch, in what sizes.
+"""Paged attention for NVIDIA GPUs with our own kernels: which are launched for a batch, and with what tile sizes.
 
-Owns their scratch memory. Runs under Triton's interpreter too, where tests compare it.
+Owns their scratch memory. Also runs under Triton's interpreter, where tests compare it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gapless.kernels import early
 
 HEADS_A_PROGRAM = 8  # of the rotation kernel
 MANY_SPLITS, MAX_SPLITS = 8, 16
-PROGRAMS_A_CORE = 8  # at most, when keys are split; half as many where there are more than MANY_SPLITS
-PROGRAMS_AHEAD = 2  # a core at most, for them to load their first keys before they wait
+PROGRAMS_A_CORE = 8  # most, when keys are split; half as many where there are more than MANY_SPLITS
+PROGRAMS_AHEAD = 2  # most per core for which they prefetch their first keys before they wait
 WARP_BYTES = 4096  # of queries, for each warp of a decode program
 MIN_GROUP = 16  # rows of a tile that the matrix units take
 PREFILL_BLOCK_M = 64
@@ -39,11 +39,11 @@ class Chunks:
     ends: torch.Tensor  # the row's length after the step
     first: int  # token of the batch
     count: int  # of tokens, in all chunks
-    longest: int  # tokens of a chunk at most
+    longest: int  # most tokens of a chunk
 
     @classmethod
     def of(cls, batch: AttentionBatch) -> Chunks:
-        """The batch's own."""
+        """The chunks of a batch."""
         counts = [span.count for span in batch.chunks]
         return cls(
             batch.chunk_rows,
@@ -70,7 +70,7 @@ class TritonAttention:
         *,
         batch_invariant: bool = False,
     ) -> None:
-        """batch_invariant: decode rows are chunks of one token, so a token's sums never depend on who came along."""
+        """batch_invariant: decode rows are chunks of one token, so a token's sums never depend on the batch."""
         self._batch_invariant = batch_invariant
         self.pools = pools
         self._block_size = block_size
@@ -88,7 +88,7 @@ class TritonAttention:
         self._scratch = self._make_scratch(num_rows)
 
     def _make_scratch(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Parts, their statistics, and counters of finished parts; the compute stream alone touches them."""
+        """Partial results, their statistics, and counters of finished parts. Only the compute stream uses them."""
         device = self.pools[0].device
         num_parts = PROGRAMS_A_CORE * self._num_cores
         parts = torch.empty(num_parts * self._group * self._head_dim, dtype=torch.float32, device=device)
@@ -97,7 +97,7 @@ class TritonAttention:
         return parts, stats, counters
 
     def num_splits(self, num_rows: int) -> int:
-        """Parts to cut each row's keys into, so that every core has work a few times over."""
+        """Parts into which each row's keys are split, so that every core has work a few times over."""
         programs = num_rows * self._num_kv_heads
         most = PROGRAMS_A_CORE * self._num_cores
         splits = 1
@@ -106,14 +106,14 @@ class TritonAttention:
         return MAX_SPLITS if programs * MAX_SPLITS <= most // 2 else splits
 
     def loads_ahead(self, num_rows: int) -> bool:
-        """Whether programs are so few that each loads its first keys before its turn comes."""
+        """Whether there are so few programs that each prefetches its first keys before its dependent launch waits."""
         return num_rows * self._num_kv_heads * self.num_splits(num_rows) <= PROGRAMS_AHEAD * self._num_cores
 
     def begin(self, batch: AttentionBatch) -> Attend:
         return self.in_turn((*self.decodes(batch), *self.chunks(batch)))
 
     def in_turn(self, parts: Sequence[Part]) -> Attend:
-        """The function that does a layer's parts one after another."""
+        """The function that runs a layer's parts one after another."""
 
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
             pool = self.pools[layer]
@@ -125,7 +125,7 @@ class TritonAttention:
         return attend
 
     def decodes(self, batch: AttentionBatch) -> list[Part]:
-        """What is done for the decode rows; nothing where there are none."""
+        """The parts for the decode rows; empty if there are none."""
         count = batch.num_decodes
         if count == 0:
             return []
@@ -137,7 +137,7 @@ class TritonAttention:
         return [partial(self._attend_chunks, batch, chunks)]
 
     def chunks(self, batch: AttentionBatch) -> list[Part]:
-        """What is done for the chunks; nothing where there are none."""
+        """The parts for the chunks; empty if there are none."""
         return [partial(self._attend_chunks, batch, Chunks.of(batch))] if batch.chunks else []
 
     def _attend_decodes(
@@ -168,7 +168,7 @@ class TritonAttention:
         rotation: Rotation,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """The rotation kernel takes the chunks' tokens, which lie side by side."""
+        """The rotation kernel takes the chunks' tokens, which are adjacent."""
         first = chunks.first
         q = self.store(pool, heads, rotation, batch.slots, first, chunks.count)
         prefill[(triton.cdiv(chunks.longest, PREFILL_BLOCK_M), self._num_heads, len(chunks.rows))](
@@ -183,7 +183,7 @@ class TritonAttention:
     def store(
         self, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, slots: torch.Tensor, first: int, count: int
     ) -> torch.Tensor:
-        """Put keys and values of `count` tokens, from the batch's `first` on, into the pool; return their queries."""
+        """Write keys and values of `count` tokens, from the batch's `first` on, into the pool; return their queries."""
         total, head_dim = heads.shape[1:]
         q = torch.empty(count, self._num_heads, head_dim, dtype=heads.dtype, device=heads.device)
         norm = rotation.norm_weight

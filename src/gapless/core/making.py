@@ -1,7 +1,7 @@
-"""What the plan in the making computes that others want too.
+"""The prefixes that the plan under construction already computes.
 
-Blocks can be found from the plan after the one that computes them. So who would compute much of the same in the same
-plan does better to wait for a step and share. Reads rows, changes nothing.
+Other requests can find a block from the plan after the one that computes it. If a request in this plan already computes
+a large part of the same prefix, waiting one step and sharing its blocks is cheaper. Reads rows, changes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WORTH_A_STEP = 8  # blocks
 
 
 class Making:
-    """The rows that prefill in one plan, by the first block of each that nobody can find yet."""
+    """The rows that prefill in one plan, by the first block of each that is not in the index yet."""
 
     def __init__(self, rows: RowTable, block_size: int) -> None:
         self._rows = rows
@@ -30,7 +30,7 @@ class Making:
             self._row_of[int(self._rows.chain[row]), self._rows.tokens[row, start:end].tobytes()] = row
 
     def is_worth_a_step(self, tokens: IntArray, found: int, entry: int) -> bool:
-        """Whether one of the rows has so many of these tokens in common, beyond those found below `entry`."""
+        """Whether one of the rows shares enough of these tokens, beyond those found below `entry`."""
         row = self._row_of.get((entry, tokens[found : found + self._size].tobytes()))
         if row is None:
             return False

@@ -1,9 +1,9 @@
 """Decides what runs next, on promises, and turns results into facts.
 
 The only writer of requests and rows: `schedule` promises (cursor, pending), `commit` settles. Older requests come
-first in everything: they are admitted first, grow first, and when blocks run out the latest arrival gives way, to be
-computed again from its known tokens. So the oldest always advances, and nobody waits for ever.
-Knows no tensors, no device and no text.
+first: they are admitted first and grow first. When blocks run out, the latest arrival is preempted, and computed again
+from its known tokens. So the oldest always advances, and no request waits for ever. Knows no tensors, no device and no
+text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Scheduler:
         announce: Callable[[Request], None] = lambda request: None,
         pace: Pace | None = None,
     ) -> None:
-        """announce: called with each request that is about to get a row, before anything else is done for it."""
+        """announce: called with each request that is about to get a row, before any other work for it."""
         self.limits = limits
         self.pace = pace or Pace(math.inf, limits.max_batch_tokens)
         self._announce = announce
@@ -51,9 +51,9 @@ class Scheduler:
         self._prefilling: list[int] = []  # rows, by arrival
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
-        self._new_blocks: list[tuple[int, int, int]] = []  # of the plan in the making
+        self._new_blocks: list[tuple[int, int, int]] = []  # of the plan under construction
         self._preempted: set[int] = set()  # rows lost while the plan was made
-        self._last_purged_step = 0  # the last one planned when a failure threw all KV away
+        self._last_purged_step = 0  # the last one planned when a failure discarded all KV
 
     # -- who is here ---------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class Scheduler:
         self._waiting[request.id] = request
 
     def abort(self, request_id: str, reason: str = "abort") -> Finished | None:
-        """End a request now, whatever is in flight for it. None if it is not here (any more)."""
+        """End a request now, even with steps in flight. None if it is unknown or has ended."""
         request = self._requests.get(request_id)
         return None if request is None else self._finish(request, reason)
 
@@ -91,7 +91,7 @@ class Scheduler:
     # -- promises ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Plan | None:
-        """Plan the next step, or None when nothing can run before something in flight comes back."""
+        """Plan the next step, or None when nothing can run until a step in flight comes back."""
         self._new_blocks.clear()
         self._preempted.clear()
         decodes = self._plan_decodes()
@@ -102,7 +102,7 @@ class Scheduler:
                 continue
             budget -= self._plan_chunk(row, budget, chunks)
         seats = self._admit(budget, chunks) if not self._preempted else []
-        if self._preempted:  # later arrivals gave way after they were planned
+        if self._preempted:  # later arrivals were preempted after they were planned
             decodes = decodes[self.rows.decoding[decodes]]
             chunks = [chunk for chunk in chunks if chunk.row not in self._preempted]
         if len(decodes) == 0 and not chunks:
@@ -110,7 +110,7 @@ class Scheduler:
         return self._promise(decodes, chunks, seats)
 
     def _budget(self, decodes: LongArray) -> int:
-        """Prompt tokens that the step may have: as many as fit, or fewer where a stream would notice a long step."""
+        """Most prompt tokens of the step: as many as fit, or fewer where a long step would delay a stream."""
         fits = self.limits.max_batch_tokens - len(decodes)
         if (self._prefilling or self._waiting) and self.rows.streams[decodes].any():
             return min(fits, self.pace.chunk_tokens(len(decodes)))
@@ -141,9 +141,9 @@ class Scheduler:
         return count
 
     def _targets(self, row: int, start: int, end: int) -> tuple[IntArray, int]:
-        """Prompt tokens that follow these positions and whose log-probabilities are still wanted, and where they start.
+        """Prompt tokens that follow these positions and still need log-probabilities, and where they start.
 
-        A row's chunks run in order from a cursor that lies no further than what is known, so that nothing is left out.
+        A row's chunks run in order from a cursor that lies no further than the known tokens, so none is skipped.
         """
         request = self.rows.request[row]
         if request is None or not request.lacks_prompt_scores:
@@ -152,7 +152,7 @@ class Scheduler:
         return request.prompt[first + 1 : end + 1], first
 
     def _grow(self, row: int, length: int) -> int:
-        """Give the row blocks up to `length` tokens, at later arrivals' cost; return how many fit past its cursor."""
+        """Give the row blocks up to `length` tokens, preempting later arrivals; return how many fit past its cursor."""
         size, count = self.limits.block_size, int(self.rows.num_blocks[row])
         while count * size < length:
             block = self.pool.allocate()
@@ -170,7 +170,7 @@ class Scheduler:
         self._new_blocks.append((row, index, block))
 
     def _preempt_after(self, arrival: int) -> bool:
-        """Make the latest arrival give way, if it came after this one."""
+        """Preempt the latest arrival, if it came after this one."""
         row = int(np.argmax(self.rows.arrival))
         if self.rows.arrival[row] <= arrival:
             return False
@@ -184,7 +184,7 @@ class Scheduler:
         return True
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> list[int]:
-        """Give rows to requests that wait, and return the rows."""
+        """Give rows to waiting requests, and return the rows."""
         seats: list[int] = []
         making = self._making(chunks) if self._waiting and self.limits.prefix_cache else None
         while self._waiting and budget > 0 and self.rows.num_free:
@@ -269,7 +269,7 @@ class Scheduler:
         return plan
 
     def _needs(self, samples: LongArray) -> int:
-        """What any of the samples needs. A minimum length that is reached is no need any more."""
+        """The needs of all samples. A minimum length that was reached no longer counts."""
         rows = self.rows
         needs = int(np.bitwise_or.reduce(rows.needs[samples]))
         if needs & MIN_TOKENS:
@@ -278,7 +278,7 @@ class Scheduler:
         return needs
 
     def _wanted_scores(self, samples: LongArray, chunks: list[Chunk]) -> tuple[IntArray, int]:
-        """Which samples want log-probabilities, and how many likeliest tokens anybody in the step wants."""
+        """Which samples need log-probabilities, and the largest k of the step."""
         rows = self.rows
         if rows.num_scoring == 0:
             return NOTHING, 0
@@ -330,7 +330,7 @@ class Scheduler:
         return Commit(len(sampled), progress, tuple(finished))
 
     def _finish_without_sample(self, row: int) -> Finished:
-        """End a request whose logits had no largest number."""
+        """End a request whose largest logit was not a finite number."""
         request = self.rows.request[row]
         assert request is not None
         error = ModelError(f"the logits at position {self.rows.num_tokens[row]} are not finite; {NOT_FINITE}")
@@ -339,9 +339,10 @@ class Scheduler:
     def fail(self, plan: Plan, error: BaseException) -> Commit:
         """Settle a step that raised: end its requests, and compute all others again from their facts.
 
-        The step may have left any block it was to fill unwritten, and others may share those blocks. One that was
-        planned before an earlier failure was settled wrote nothing that anybody still has: it costs nobody anything,
-        or else those who start again would never see a step of their own come back while all steps fail.
+        The step may have left unwritten any block that it was to fill, and other requests may share those blocks. A
+        step that was planned before an earlier failure was settled wrote nothing that is still used, so its failure
+        affects no request. Otherwise requests that start again would never see one of their own steps come back while
+        all steps fail.
         """
         self.pace.end(plan)
         if plan.step <= self._last_purged_step:
@@ -365,7 +366,7 @@ class Scheduler:
         return tuple(_progress(request, token) for row, token in pairs if (request := self.rows.request[row]))
 
     def _keep_scores(self, plan: Plan, live: npt.NDArray[np.bool_], scores: IntArray) -> None:
-        """Give each request its own; copies, so that none keeps a whole step's in memory."""
+        """Give each request its own scores, as copies, so that none keeps a whole step's in memory."""
         rows, wanting = self.rows, plan.score_samples
         kept = live[wanting]
         for row, score in zip(plan.sample_rows[wanting[kept]].tolist(), scores[: len(wanting)][kept], strict=True):
@@ -385,7 +386,7 @@ class Scheduler:
                 self._register(row)
 
     def _register(self, row: int) -> None:
-        """Let others find the row's blocks that are full of facts and written by a planned or launched step."""
+        """Make the row's blocks findable that are full of facts and written by a planned or launched step."""
         if not self.limits.prefix_cache:
             return
         rows, size = self.rows, self.limits.block_size
@@ -404,7 +405,7 @@ class Scheduler:
         return Finished(request, reason, error)
 
     def _step_back(self, request: Request) -> None:
-        """From its row to the head of the queue; its known tokens go with it."""
+        """Move a request with its known tokens from its row to the head of the queue."""
         self._leave_row(request)
         self._waiting[request.id] = request
         self._waiting.move_to_end(request.id, last=False)
@@ -433,7 +434,7 @@ class Scheduler:
 
 
 def _findable(request: Request) -> IntArray:
-    """Its first tokens, those that may come from the cache."""
+    """The first tokens of the request that may come from the cache."""
     length = len(request.tokens) - 1  # one is left to compute: its logits
     if request.lacks_prompt_scores:  # positions that are found in the cache have no logits
         length = min(length, request.num_prompt_scores)
