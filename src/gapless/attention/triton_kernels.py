@@ -41,7 +41,7 @@ def _store_new(
     heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the key of a row's new token, and store key and value of one head in the pool; return both, [1, len(dim)]."""
+    """Rotate the key of a row's new token, store key and value of one head in the pool; both, [1, len(dim)]."""
     total: tl.constexpr = NUM_KV * (GROUP + 2)
     in_head = (dim < HEAD_DIM)[None, :]
     one = tl.arange(0, 1)

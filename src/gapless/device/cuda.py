@@ -193,7 +193,7 @@ class CudaDevice:
         return int(torch.cuda.mem_get_info()[0] - 2 * peak - RESERVE_BYTES)
 
     def read_rate(self) -> float:
-        """Bytes per second that plain reads of device memory reach: the best of a few sums over many times the cache."""
+        """Bytes a second that plain reads of device memory reach: the best of a few sums over many times the cache."""
         many = torch.ones(2**31, dtype=torch.float16, device=self.torch_device)
         times: list[float] = []
         for _ in range(8):
