@@ -1,7 +1,7 @@
 """`gapless bench offline`: a fixed job, by Gapless at several depths and by peers, side by side in one run.
 
-Owns the arguments and the order of events. How an engine is driven is in `contest` and `worker`, what it is in `peers`,
-what the numbers mean in `table`.
+Owns the arguments and the order of events. `contest` and `worker` drive the engines, `peers` lists them, and `table`
+interprets the numbers.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Who takes part, and who is only mentioned."""
+    """The engines that take part, and those that are only mentioned."""
 
     contenders: tuple[Contender, ...]
-    absent: tuple[Contender, ...]  # asked for, not installed
+    absent: tuple[Contender, ...]  # requested, but not installed
     pythons: dict[str, str]  # interpreters of peers that have their own
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the contest and show what came of it; 1 when Gapless itself failed."""
+    """Run the contest and show the results; 1 when Gapless itself failed."""
     _check(args)
     if args.workload is not None:
         return _workloads(args)
@@ -110,7 +110,7 @@ def _workloads(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for what cannot be measured, before anything is loaded."""
+    """Raise ConfigError for invalid arguments, before anything is loaded."""
     from gapless.config import EngineOptions
 
     for name, least in AT_LEAST.items():
@@ -201,14 +201,14 @@ def _trace_files(args: argparse.Namespace) -> TraceFiles:
 
 
 def _write_trace(args: argparse.Namespace, paths: Sequence[Path]) -> None:
-    """Bring the timelines of all depths together in one file."""
+    """Write the timelines of all depths into one file."""
     from gapless.trace.timeline import load
 
     _trace_files(args).write([load(path) for path in paths])
 
 
 def _starts(field: Field, job: Job, batch: int, forms: Forms, traces: Path | None) -> tuple[list[Start], list[Result]]:
-    """What can start, and what cannot for want of its form of the model."""
+    """The contenders that can start, and those that lack their format of the model."""
     from gapless.bench.contest import Result, Start
     from gapless.bench.job import Task
 

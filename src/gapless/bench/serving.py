@@ -1,7 +1,7 @@
-"""`gapless bench serve`: load on an OpenAI endpoint, Gapless's or a peer's, and how long its clients waited.
+"""`gapless bench serve`: puts load on an OpenAI endpoint, Gapless's or a peer's, and measures its latency.
 
 Arrivals are open-loop (Poisson, `--rate`) or a fixed number at a time (`--concurrency`). Without `--url` a Gapless
-server is started for the run; `--idle` then also does the same requests offline and compares the device's idle shares.
+server is started for the run. `--idle` then also runs the same requests offline and compares the device's idle shares.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace, engine: EngineOptions) -> int:
-    """Run the load and show what came of it; 1 when any request failed."""
+    """Run the load and show the results; 1 when any request failed."""
     _check(args)
     with contextlib.ExitStack() as stack:
         url = args.url or stack.enter_context(own_server(engine, args.requests))

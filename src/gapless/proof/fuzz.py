@@ -1,9 +1,9 @@
-"""Random cases against every check, for as long as one likes: `python -m gapless.proof.fuzz --seconds 600`.
+"""Random cases against every check, for a given time: `python -m gapless.proof.fuzz --seconds 600`.
 
 The target `schedules` plays workloads with everything at once on tiny models of several families: prefix cache,
 preemption, aborts, stop strings and tokens, seeded draws, minimum lengths, steps that fail, block and chunk sizes,
-depths 1 to 4. A workload is its seed; one that fails is made small and written to a file that `gapless check --replay`
-plays. The other targets have modules of their own.
+depths 1 to 4. A seed determines a workload. A failing one is shrunk and written to a file, which `gapless check
+--replay` plays. The other targets have modules of their own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _stage(model: str) -> ModelStage:
 
 @cache
 def _kinds() -> tuple[str, str]:
-    """Every second model runs native steps, where there are any."""
+    """Every second model runs native steps, if they are available."""
     return "", "/native" if why_not(torch.float32) is None else ""
 
 
@@ -97,7 +97,7 @@ def _try(seed: int, number: int, tally: Tally) -> Failure | None:
 
 
 def fuzz_schedules(seconds: float, seed: int, save: Path) -> Counter[str]:
-    """Play workloads, and write down those that fail."""
+    """Play workloads, and save those that fail."""
     torch.set_num_threads(1)
     tally, number, failures = run(seed, most_s=seconds, say=_say)
     _say(

@@ -1,7 +1,7 @@
-"""Where schedules are played: a model loaded once, and a runner for each block size.
+"""Stages for schedules: a model loaded once, and a runner for each block size.
 
-A runner is made for the most that any schedule may ask, and lasts; scheduler, streams and checker are new for each
-schedule. Owns the model and the memory. Knows no schedule.
+A runner is made for the largest schedule and reused. Scheduler, streams and checker are new for each schedule. Owns the
+model and the memory. Knows no schedule.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LONE_BLOCK_SIZE = 16  # every device has it
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The most that a schedule on this stage may ask for."""
+    """The most that a schedule on this stage may need."""
 
     num_rows: int
     num_places: int  # of the KV cache, in tokens
@@ -60,7 +60,7 @@ class Cast:
 
 
 class Stage(Protocol):
-    """What playing a schedule needs."""
+    """Everything that playing a schedule needs."""
 
     room: Room
     tokenizer: Tokenizer | None
@@ -110,12 +110,12 @@ class ModelStage:
 
     @property
     def exact(self) -> bool:
-        """Whether a token may not depend on what else is in the batch. Native steps never do."""
+        """Whether a token may not depend on the rest of the batch. Native steps never do."""
         return self._batch_invariant or isinstance(self.model, NativeModel) or self.has_ties
 
     @property
     def has_ties(self) -> bool:
-        """Whether it may after all where two tokens are equal to within the rounding of float32."""
+        """Whether it may nevertheless, where two tokens are equal within the rounding of float32."""
         on_cpu = self.resolved.device_name == "cpu" and self.resolved.dtype == torch.float32
         return on_cpu and isinstance(self.model, CausalLM)
 
@@ -139,7 +139,7 @@ class ModelStage:
 
 
 def fresh_device(name: str, order: int | None, *, threads: bool, check: bool) -> Device:
-    """Streams in a seeded order, where the device lets us choose it, or with seeded delays where not."""
+    """Streams in a seeded order, where the device allows that, otherwise with seeded delays."""
     if name != "cpu" or threads:
         return open_device(name, jitter=order, check=check)
     device: Device = CpuDevice(driver=InlineDriver()) if order is None else CpuDevice(seed=order)
