@@ -1,7 +1,7 @@
 """The command line: arguments in, exit codes out.
 
 0 all done   1 some prompts failed, or results cannot be written   2 wrong usage, options or model
-130 interrupted; what was done is kept
+130 interrupted; the results so far are kept
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gapless.errors import GaplessError, OutputError
 
 SAMPLING_HELP = {
     "max_tokens": "most tokens to generate",
-    "min_tokens": "no stop before this many: no end-of-sequence or stop token, and no stop string",
+    "min_tokens": "ignore end-of-sequence tokens, stop tokens and stop strings before this many tokens",
     "temperature": "0 is greedy",
     "top_k": "keep the k likeliest tokens; 0 keeps all",
     "top_p": "keep the likeliest tokens that together reach this probability; 0 is greedy",
     "min_p": "keep tokens at least this likely, relative to the likeliest",
-    "ignore_eos": "go on past the end-of-sequence token",
+    "ignore_eos": "continue past the end-of-sequence token",
 }
 
 CHECK_OPTIONS = ("model", "device", "dtype", "load_format", "num_threads", "native", "batch_invariant", "seed")
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.say("gapless: interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone; nothing is left to say
+    except BrokenPipeError:  # the reader of our output has gone
         console.mute_stdout()
         return EXIT_FAILED
     except OSError as error:  # a full disk behind standard output, a report that cannot be saved
@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     generate = _command(commands, "generate", "continue a text, streamed to the terminal", _generate)
     generate.add_argument("prompt", help="the text to continue; - is standard input")
-    generate.add_argument("--chat", action="store_true", help="take the text as a user's message and answer it")
+    generate.add_argument("--chat", action="store_true", help="treat the text as a user's message and answer it")
     add_engine_options(generate)
     add_sampling_options(generate)
 
@@ -94,16 +94,16 @@ def build_parser() -> argparse.ArgumentParser:
     info = _command(commands, "info", "show device, data types, KV cache and limits", _info)
     add_engine_options(info, without=("trace", "record"))
 
-    check = _command(commands, "check", "check that asynchronous batching gives what synchronous does", _check)
+    check = _command(commands, "check", "check that asynchronous and synchronous batching give the same tokens", _check)
     check.add_argument("--prompts", metavar="FILE", help="prompts as for run; default: a few built-in ones")
-    check.add_argument("--steps", type=int, default=8, help="tokens to generate for each prompt at most (default: 8)")
+    check.add_argument("--steps", type=int, default=8, help="most tokens to generate for each prompt (default: 8)")
     check.add_argument("--seeds", type=int, default=20, help="random schedules, each at depth 1, 2, 3 (default: 20)")
-    check.add_argument("--json", metavar="FILE", help="write the counts here as JSON")
-    check.add_argument("--save", metavar="FILE", default="gapless-check.json", help="where a failing schedule goes")
-    check.add_argument("--replay", metavar="FILE", help="play a failing schedule again, and nothing else")
+    check.add_argument("--json", metavar="FILE", help="write the counts to this file as JSON")
+    check.add_argument("--save", metavar="FILE", default="gapless-check.json", help="file for a failing schedule")
+    check.add_argument("--replay", metavar="FILE", help="replay a failing schedule, and nothing else")
     add_engine_options(check, only=CHECK_OPTIONS)
 
-    serve = _command(commands, "serve", "serve the model over HTTP, as the OpenAI API", _serve)
+    serve = _command(commands, "serve", "serve the model over HTTP, with the OpenAI API", _serve)
     from gapless.commands.serve import add_arguments as add_server_options
 
     add_server_options(serve)
@@ -122,7 +122,7 @@ def _add_traces(commands: Any) -> None:
         commands, "compare", "run prompts at two depths and draw both timelines in the terminal", _compare
     )
     compare.add_argument("--width", type=int, metavar="N", help="characters in a line (default: the terminal's)")
-    compare.add_argument("--trace", metavar="T.json", help="write both timelines here too, and T.html beside it")
+    compare.add_argument("--trace", metavar="T.json", help="also write both timelines to this file, and to T.html")
     for command, depths in ((trace, ["auto"]), (compare, [1, 2])):
         command.add_argument("prompts", help="file of prompts, as for run; - is standard input")
         command.add_argument(
@@ -133,18 +133,18 @@ def _add_traces(commands: Any) -> None:
 
 
 def _add_benchmarks(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure", description="Measure.")
+    bench = commands.add_parser("bench", help="run a benchmark", description="Run a benchmark.")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    host = _command(kinds, "host", "host cost of a step, model stubbed out", _bench_host)
+    host = _command(kinds, "host", "measure the host cost of a step, with the model stubbed out", _bench_host)
     host.add_argument("--batch", type=int, nargs="+", default=[1, 32, 128, 256, 1024], help="batch sizes")
     host.add_argument("--steps", type=int, default=200, help="decode steps to time at each batch size")
     host.add_argument("--depth", type=int, default=2, help="steps in flight")
-    host.add_argument("--json", metavar="FILE", help="write the rows here as JSON")
-    offline = _command(kinds, "offline", "throughput of a fixed job, side by side with peers", _bench_offline)
+    host.add_argument("--json", metavar="FILE", help="write the rows to this file as JSON")
+    offline = _command(kinds, "offline", "measure the throughput of a fixed job, beside peers", _bench_offline)
     from gapless.bench.offline import add_arguments
 
     add_arguments(offline)
-    serving = _command(kinds, "serve", "load on an OpenAI endpoint, and how long its clients wait", _bench_serve)
+    serving = _command(kinds, "serve", "put load on an OpenAI endpoint and measure its latency", _bench_serve)
     from gapless.bench.serving import add_arguments as add_load_options
 
     add_load_options(serving)
@@ -160,7 +160,7 @@ def _command(group: Any, name: str, text: str, handler: Callable[[Any], int]) ->
 def add_engine_options(
     parser: argparse.ArgumentParser, without: Sequence[str] = (), only: Sequence[str] | None = None
 ) -> None:
-    """A flag for each field of EngineOptions but those without meaning for the command."""
+    """A flag for each field of EngineOptions, except those that the command does not use."""
     group = parser.add_argument_group("engine")
     for field in dataclasses.fields(EngineOptions):
         if field.name in without or (only is not None and field.name not in only):
@@ -170,7 +170,7 @@ def add_engine_options(
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """A flag for each field of SamplingParams; lines of a prompt file may say otherwise."""
+    """A flag for each field of SamplingParams; lines of a prompt file override them."""
     group = parser.add_argument_group("sampling")
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     for name, text in SAMPLING_HELP.items():
@@ -190,7 +190,7 @@ def _add_flag(group: Any, name: str, default: Any, text: str, owner: type) -> No
 
 
 def _number_or_text(text: str) -> int | float | str:
-    """Numbers as numbers; whatever else as it is, for the options' own checks to judge."""
+    """Numbers as numbers, other text unchanged: the options check it."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -200,7 +200,7 @@ def _number_or_text(text: str) -> int | float | str:
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """Options from flags; several depths are the command's own affair. Raises ConfigError."""
+    """Options from flags; the command itself handles several depths. Raises ConfigError."""
     values = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(EngineOptions)}
     return EngineOptions.from_dict({k: v for k, v in values.items() if v is not None and not isinstance(v, list)})
 

@@ -1,9 +1,9 @@
-"""Engine options: what a user may set, checked alone here and together with the model when the engine is built.
+"""Engine options: each value is checked here, and checked against the model when the engine is built.
 
-Owns names, defaults, help texts and limits; the command line and `LLM` both read them from here.
+Owns names, defaults, help texts and limits. The command line and `LLM` both read them from here.
 Environment variables are read in this file only: `GAPLESS_LOG` (a logging level), `CXX` (the compiler of the native
-step), `XDG_CACHE_HOME` (where what it compiled is kept), `GAPLESS_API_KEY` (of the server),
-`OTEL_EXPORTER_OTLP_ENDPOINT` (where traces go), and nothing else.
+step), `XDG_CACHE_HOME` (the cache of compiled libraries), `GAPLESS_API_KEY` (a key of the server),
+`OTEL_EXPORTER_OTLP_ENDPOINT` (the collector of traces), and nothing else.
 """
 
 from __future__ import annotations
@@ -37,35 +37,37 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What a user may set. Immutable, and each value valid once it exists."""
+    """Options of the engine. Immutable, and each value is valid once it exists."""
 
     model: str = _option("smollm2", "name, directory, GGUF file or hub id of the model")
     device: str = _option("auto", "where to run: auto, cuda or cpu")
     dtype: str = _option("auto", "auto, bfloat16, float16 or float32")
-    depth: int | Literal["auto"] = _option("auto", "steps in flight: 1 is synchronous, 2 a double buffer; auto tries")
+    depth: int | Literal["auto"] = _option(
+        "auto", "steps in flight: 1 is synchronous, 2 a double buffer, auto measures"
+    )
     block_size: int = _option(16, "tokens in a block of the KV cache")
-    num_blocks: int | None = _option(None, "blocks in the KV cache; default: what kv_memory holds")
-    kv_memory: int | str | None = _option(None, "memory of the KV cache, such as 2GiB; default: part of the free")
-    max_batch_tokens: int | None = _option(None, "tokens in a step at most (512 on CPU, 8192 on GPU)")
-    max_num_rows: int | None = _option(None, "requests that run at the same time at most (128 on CPU, 256 on GPU)")
+    num_blocks: int | None = _option(None, "blocks in the KV cache; default: as many as fit into kv_memory")
+    kv_memory: int | str | None = _option(None, "size of the KV cache, such as 2GiB; default: part of the free memory")
+    max_batch_tokens: int | None = _option(None, "most tokens in a step (512 on CPU, 8192 on GPU)")
+    max_num_rows: int | None = _option(None, "most requests that run at the same time (128 on CPU, 256 on GPU)")
     max_step_time: float = _option(
-        0.2, "cut prompts so that steps take no more seconds than this while streams run; 0 is no bound"
+        0.2, "target in seconds for the longest step while a request streams: splits prompts into chunks; 0 is no limit"
     )
     max_model_len: int | None = _option(
-        None, "prompt and output of a request together at most; default: the model's, up to 1048576"
+        None, "most tokens of a request, prompt and output together; default: the model's limit, up to 1048576"
     )
-    seed: int = _option(0, "where the seeds of requests without one come from")
-    load_format: Literal["auto", "dummy"] = _option("auto", "auto, or dummy: random weights, needs only a config.json")
-    prefix_cache: bool = _option(True, "reuse the KV cache of prompts that begin alike")
-    batch_invariant: bool = _option(False, "same bits for a request whoever else is in the batch (slower on a GPU)")
+    seed: int = _option(0, "seed from which requests without a seed get theirs")
+    load_format: Literal["auto", "dummy"] = _option("auto", "auto, or dummy: random weights from a config.json")
+    prefix_cache: bool = _option(True, "reuse the KV cache of common prompt prefixes")
+    batch_invariant: bool = _option(False, "same bits for a request in any batch (slower on a GPU)")
     attention: str = _option("auto", "on a GPU: auto (the fastest installed), triton, flash3 or flashinfer")
-    num_threads: int | None = _option(None, "CPU threads of the model; default: one a core")
-    native: bool = _option(True, "run CPU steps as one native call, where there is a C++ compiler")
+    num_threads: int | None = _option(None, "CPU threads of the model; default: one per core")
+    native: bool = _option(True, "run CPU steps as one native call; needs a C++ compiler")
     check: bool = _option(False, "check every overlap of streams and every invariant (slow)")
-    record: bool = _option(True, "record what every step took; without it nobody knows when and why the device idled")
-    allow_special_tokens: bool = _option(False, "read special tokens in the text of chat messages as such, not as text")
-    trace: str | bool | None = _option(None, "write the timeline here (T.json, and T.html beside it) when closed")
-    interleave: int | None = _option(None, "a seed: run the streams in any order that events allow (CPU, slow)")
+    record: bool = _option(True, "record the times of every step, and why the device idled")
+    allow_special_tokens: bool = _option(False, "recognize special tokens in the text of chat messages")
+    trace: str | bool | None = _option(None, "write the timeline to this file, T.json, and to T.html, at the end")
+    interleave: int | None = _option(None, "seed for a random order of streams that the events allow (CPU, slow)")
 
     def __post_init__(self) -> None:
         _choice("device", self.device, DEVICES)
@@ -130,7 +132,7 @@ def compilers() -> tuple[str, ...]:
 
 
 def cache_dir() -> Path:
-    """Where what can be made again is kept."""
+    """The folder for files that can be made again."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "gapless"
 
@@ -141,7 +143,7 @@ def api_key() -> str | None:
 
 
 def trace_endpoint() -> str | None:
-    """Where OpenTelemetry traces go; none are made without it."""
+    """The collector of OpenTelemetry traces; None: no traces."""
     return os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None
 
 

@@ -1,7 +1,8 @@
 """The contract of paged attention: a step's batch, and the function that models call for each layer.
 
-`attend(layer, heads, rotation)` rotates queries and keys, stores k and v of all the step's tokens, then attends; a
-token sees every earlier position of its own row, whoever wrote it. Knows block tables and lengths, not requests.
+`attend(layer, heads, rotation)` rotates queries and keys, stores k and v of all the step's tokens, then attends. A
+token sees every earlier position of its own row, even if a different request wrote it. Knows block tables and lengths,
+not requests.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 
 class Rotation(Protocol):
-    """What is done to queries and keys before they meet: an optional norm of each head, then rope."""
+    """The operations on queries and keys before attention: an optional norm of each head, then rope."""
 
     @property
     def cos_sin(self) -> torch.Tensor:
@@ -38,7 +39,7 @@ Attend = Callable[[int, torch.Tensor, Rotation], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where one chunk lies among the step's tokens, and in its row. Host numbers."""
+    """The place of one chunk among the step's tokens, and in its row. Host numbers."""
 
     offset: int  # of its first token in the batch
     start: int  # position of that token in the row
@@ -70,7 +71,7 @@ class AttentionBatch:
 
 
 class Attention(Protocol):
-    """A backend. `begin` does once a step what all layers share."""
+    """A backend. `begin` does the work that all layers of a step share."""
 
     def begin(self, batch: AttentionBatch) -> Attend:
         """The function to call for each layer of this step."""

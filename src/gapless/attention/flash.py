@@ -1,8 +1,8 @@
-"""Attention by libraries that may be installed: FlashAttention-3, and FlashInfer for decode rows.
+"""Attention by optional libraries: FlashAttention-3, and FlashInfer for decode rows.
 
-Norm, rope and KV write stay our own kernel; the library attends over the pools as they are, seen as pages. Only calls
-that take lengths and block tables on the device are used: a captured graph can hold them, and the host plans nothing.
-Knows how the libraries are called and what they cannot do, not when they are worth it.
+Norm, rope and KV write stay in our own kernel. The library attends over our pools, seen as pages. Only calls that take
+lengths and block tables on the device are used, because a captured graph can contain them and the host plans nothing.
+Knows how the libraries are called and what they cannot do, but not when they are worth it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from gapless.attention.base import Attend, AttentionBatch, Rotation
 from gapless.attention.triton import Part, TritonAttention
 
-WORKSPACE_BYTES = 128 * 2**20  # FlashInfer's, the size that its documentation takes
+WORKSPACE_BYTES = 128 * 2**20  # for FlashInfer: the size in its documentation
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Tokens of the batch that lie side by side, cut into pieces; each looks at one row. Tensors on the device."""
+    """Adjacent tokens of the batch, split into pieces; each piece attends to one row. Tensors on the device."""
 
     first: int  # token of the batch
     count: int  # of tokens
     table: torch.Tensor  # [num_pieces, max_blocks] int32: the block table of each piece's row
     lengths: torch.Tensor  # [num_pieces] int32: of the rows, the piece included
     begins: torch.Tensor | None = None  # [num_pieces + 1] int32, from `first`; None: every piece is one token
-    longest: int = 1  # tokens of a piece at most
+    longest: int = 1  # most tokens of a piece
 
 
 # (q [count, num_heads, head_dim], k and v [num_blocks, block_size, num_kv_heads, head_dim], pieces) -> like q
@@ -39,7 +39,7 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Pieces], torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A package that may be installed, and what it can do. `load(scale, device)` imports it and makes its kernel."""
+    """An optional package, and its limits. `load(scale, device)` imports it and makes its kernel."""
 
     package: str
     module: str
@@ -52,7 +52,7 @@ class Library:
         return find_spec(self.module) is not None
 
     def why_not(self, head_dim: int, block_size: int, dtype: torch.dtype) -> str | None:
-        """Why it cannot attend over such a cache, or None."""
+        """Why the library cannot attend over such a cache, or None."""
         if dtype not in (torch.float16, torch.bfloat16):
             return f"it knows float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
         if head_dim % self.head_step or head_dim > MAX_HEAD_DIM:
@@ -70,7 +70,7 @@ def _flash3(scale: float, device: torch.device) -> Kernel:
         found: torch.Tensor
         if pieces.begins is None:
             found = attend(q.unsqueeze(1), k, v, **cache).squeeze(1)
-        else:  # one split: parts of thousands of tokens would take memory that nobody set aside
+        else:  # one split: parts of thousands of tokens would take memory that was not set aside
             found = attend(q, k, v, cu_seqlens_q=pieces.begins, max_seqlen_q=pieces.longest, num_splits=1, **cache)
         return found
 
@@ -101,7 +101,7 @@ LIBRARIES = {
 
 
 class LibraryAttention:
-    """Our own attention, with a library's kernel in place of ours for decode rows, chunks, or both."""
+    """Our own attention, with a library's kernel for decode rows, chunks, or both."""
 
     def __init__(
         self, own: TritonAttention, block_size: int, *, decode: Kernel | None = None, chunks: Kernel | None = None
@@ -122,7 +122,7 @@ class LibraryAttention:
         return [partial(self._attend, batch, pieces, self._decode)]
 
     def _chunk_parts(self, batch: AttentionBatch) -> list[Part]:
-        """Where they begin comes from the device: in a captured graph other chunks take the place of these."""
+        """The chunks' starts come from the device, because different chunks take their place in a captured graph."""
         if self._chunks is None or not batch.chunks:
             return self._own.chunks(batch)
         ends = batch.chunk_offsets + batch.chunk_ends - batch.chunk_starts  # in the batch
@@ -147,7 +147,7 @@ class LibraryAttention:
         rotation: Rotation,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """What the library returns is the layer's output where the pieces are the whole step, else it is copied in."""
+        """The library's result is the layer's output if the pieces are the whole step; otherwise it is copied in."""
         q = self._own.store(pool, heads, rotation, batch.slots, pieces.first, pieces.count)
         pages = pool.view(-1, self._block_size, *pool.shape[1:])
         k, v = pages.chunk(2, dim=2)

@@ -1,7 +1,7 @@
 """Paged attention in plain torch: for CPUs without a native step, and the oracle of every other backend.
 
-Gathers a row's blocks into one piece; query heads that share a KV head stand side by side, so that k and v are never
-repeated. What layers share (gather indices, masks) is made once a step.
+Gathers a row's blocks into one tensor. Query heads that share a KV head are adjacent, so k and v are never repeated.
+Data that all layers share (gather indices, masks) is computed once a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gapless.attention.base import Attend, AttentionBatch, Rotation, Span
 
 @dataclass(frozen=True, slots=True)
 class ChunkView:
-    """What one chunk gathers, and what it may see of it."""
+    """The positions that one chunk gathers, and its mask."""
 
     span: Span
     index: torch.Tensor  # [length] int64: slots of the row's positions
@@ -26,7 +26,7 @@ class ChunkView:
 class ReferenceAttention:
     """Attention over `pools`, one for each layer: [num_slots, 2 * num_kv_heads, head_dim], k heads before v heads.
 
-    Any memory layout will do; fastest is the one in which a head's slots lie together.
+    Any memory layout works. It is fastest if the slots of a head are adjacent.
     """
 
     def __init__(self, pools: list[torch.Tensor], block_size: int, num_heads: int, scale: float) -> None:
@@ -67,13 +67,14 @@ class ReferenceAttention:
         return ChunkView(span, index, seen[None, :] <= last[:, None])
 
     def _decode_view(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Blocks to gather, what of them lies past a row's end [num_decodes, length, 1], and what is added to the
-        scores [num_kv_heads * num_decodes, 1, length]."""
+        """Blocks to gather, the mask of positions past a row's end [num_decodes, length, 1], and the addition to the
+        scores [num_kv_heads * num_decodes, 1, length].
+        """
         size = self._block_size
         num_blocks = -(-batch.max_decode_length // size)
         lengths = batch.decode_lengths[:, None]
         first = torch.arange(num_blocks, device=lengths.device) * size
-        last_block = len(self._pools[0]) // size - 1  # nobody's: what lies past a row's end is not another row's
+        last_block = len(self._pools[0]) // size - 1  # padding: positions past a row's end belong to no row
         blocks = torch.where(first < lengths, batch.blocks[batch.decode_rows, :num_blocks], last_block)
         seen = torch.arange(num_blocks * size, device=lengths.device) < lengths
         mask = torch.zeros(seen.shape, dtype=self._pools[0].dtype, device=seen.device).masked_fill_(~seen, -torch.inf)

@@ -1,6 +1,6 @@
 """Paged attention for NVIDIA GPUs by our own kernels: which ones are launched for a batch, and in what sizes.
 
-Owns their scratch memory. Runs under Triton's interpreter too, where tests compare it.
+Owns their scratch memory. Also runs under Triton's interpreter, where tests compare it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gapless.kernels.launch import pdl
 
 HEADS_A_PROGRAM = 8  # of the rotation kernel
 MANY_SPLITS, MAX_SPLITS = 8, 16
-PROGRAMS_A_CORE = 8  # at most, when keys are split; half as many where there are more than MANY_SPLITS
-PROGRAMS_AHEAD = 2  # a core at most, for them to load their first keys before they wait
+PROGRAMS_A_CORE = 8  # most, when keys are split; half as many where there are more than MANY_SPLITS
+PROGRAMS_AHEAD = 2  # most per core for which they prefetch their first keys before they wait
 WARP_BYTES = 4096  # of queries, for each warp of a decode program
 MIN_GROUP = 16  # rows of a tile that the matrix units take
 PREFILL_BLOCK_M = 64
@@ -39,11 +39,11 @@ class Chunks:
     ends: torch.Tensor  # the row's length after the step
     first: int  # token of the batch
     count: int  # of tokens, in all chunks
-    longest: int  # tokens of a chunk at most
+    longest: int  # most tokens of a chunk
 
     @classmethod
     def of(cls, batch: AttentionBatch) -> Chunks:
-        """The batch's own."""
+        """The chunks of a batch."""
         counts = [span.count for span in batch.chunks]
         return cls(
             batch.chunk_rows,
@@ -88,7 +88,7 @@ class TritonAttention:
         self._scratch = self._make_scratch(num_rows)
 
     def _make_scratch(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Parts, their statistics, and counters of finished parts; the compute stream alone touches them."""
+        """Partial results, their statistics, and counters of finished parts. Only the compute stream uses them."""
         device = self.pools[0].device
         num_parts = PROGRAMS_A_CORE * self._num_cores
         parts = torch.empty(num_parts * self._group * self._head_dim, dtype=torch.float32, device=device)
@@ -97,7 +97,7 @@ class TritonAttention:
         return parts, stats, counters
 
     def num_splits(self, num_rows: int) -> int:
-        """Parts to cut each row's keys into, so that every core has work a few times over."""
+        """Parts into which each row's keys are split, so that every core has work a few times over."""
         programs = num_rows * self._num_kv_heads
         most = PROGRAMS_A_CORE * self._num_cores
         splits = 1
@@ -168,7 +168,7 @@ class TritonAttention:
         rotation: Rotation,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """The rotation kernel takes the chunks' tokens, which lie side by side."""
+        """The rotation kernel takes the chunks' tokens, which are adjacent."""
         first = chunks.first
         q = self.store(pool, heads, rotation, batch.slots, first, chunks.count)
         prefill[(triton.cdiv(chunks.longest, PREFILL_BLOCK_M), self._num_heads, len(chunks.rows))](
@@ -183,7 +183,7 @@ class TritonAttention:
     def store(
         self, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, slots: torch.Tensor, first: int, count: int
     ) -> torch.Tensor:
-        """Put keys and values of `count` tokens, from the batch's `first` on, into the pool; return their queries."""
+        """Write keys and values of `count` tokens, from the batch's `first` on, into the pool; return their queries."""
         total, head_dim = heads.shape[1:]
         q = torch.empty(count, self._num_heads, head_dim, dtype=heads.dtype, device=heads.device)
         norm = rotation.norm_weight

@@ -1,4 +1,4 @@
-"""Bar charts as SVG files: groups of bars, ours in colour, a whisker or a mark where there is something to show."""
+"""Bar charts as SVG files: groups of bars, ours in colour, with a whisker or a mark where there is one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ChartBar:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Bars that are to be compared."""
+    """Bars to compare."""
 
     title: str
     bars: tuple[ChartBar, ...]

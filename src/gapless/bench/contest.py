@@ -1,7 +1,7 @@
 """The parent's side of the benchmark: engines in processes of their own, loaded one by one, then run round by round.
 
-In each round every engine has its turn, so that drift of the machine hits all alike; nobody runs while another does.
-An engine that fails leaves the contest, and the others go on. Whatever happens, no process outlives the contest.
+In each round every engine has its turn, so that drift of the machine affects all alike. Only one engine runs at a time.
+An engine that fails leaves the contest, and the others continue. No process outlives the contest in any case.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from gapless.bench.job import (
 )
 
 ANSWER_TIMEOUT_S = 900.0
-SETTLE_S = 0.25  # between turns: idle OpenMP threads of the engine before still spin for up to 0.2 s
+SETTLE_S = 0.25  # between turns: idle OpenMP threads of the previous engine still spin for up to 0.2 s
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of one contender at one batch size."""
+    """The result of one contender at one batch size."""
 
     contender: Contender
     batch: int
@@ -70,7 +70,7 @@ class Child:
         threading.Thread(target=_pump, args=(self._process.stdout, self._lines), daemon=True).start()
 
     def ask(self, line: str, timeout_s: float = ANSWER_TIMEOUT_S) -> WorkerAnswer:
-        """Send a line and wait for the answer to it. Trouble of any kind is an answer too."""
+        """Send a line and wait for its answer. An error of any kind is an answer too."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line)
@@ -84,7 +84,7 @@ class Child:
         return decode_answer(answer) if answer else self._obituary()
 
     def close(self) -> None:
-        """Kill the process and all that it started. Can be called again."""
+        """Kill the process and its children. Can be called again."""
         if not self._closed:
             self._closed = True
             with suppress(ProcessLookupError):
@@ -171,7 +171,7 @@ class TaskStart:
 def run_contest(
     starts: Sequence[TaskStart], num_rounds: int, num_warmup: int, folder: Path, advance: Callable[[int], None]
 ) -> list[Result]:
-    """Load every engine, run the rounds, end every process. `advance(n)` is told of n further turns done."""
+    """Load every engine, run the rounds, end every process. `advance(n)` is called after n further turns."""
     with ExitStack() as stack:
         entries = []
         for number, start in enumerate(starts):

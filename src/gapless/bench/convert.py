@@ -1,4 +1,4 @@
-"""The model in the forms that peers read. Writes into the benchmark's own temporary folder, once for each form."""
+"""The model in the formats that peers read. Writes into the benchmark's temporary folder, once for each format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ model.save_pretrained(target)
 
 
 class Forms:
-    """Finds or makes each form of one model."""
+    """Finds or makes each format of one model."""
 
     def __init__(self, source: ModelSource, folder: Path) -> None:
         self._source = source
@@ -34,7 +34,7 @@ class Forms:
         self._made: dict[Form, Path] = {}
 
     def path(self, form: Form) -> Path:
-        """Where the model is in this form; made when asked for the first time. Raises ModelError."""
+        """Where the model is in this format; made on first use. Raises ModelError."""
         source = self._source
         if form == "given" or form == {"gguf": "gguf", "hf": "directory"}[source.kind]:
             return source.path
@@ -45,7 +45,7 @@ class Forms:
         return self._made[form]
 
     def weights(self, name: str) -> str:
-        """What the table calls these weights."""
+        """The table's name for these weights."""
         return self._shipped_type if name == "shipped" and self._source.kind == "gguf" else name
 
     @cached_property
@@ -74,7 +74,7 @@ def shipped_type(path: Path) -> str:
 
 
 def write_gguf(path: Path, target: Path, type_name: str) -> None:
-    """A copy of a GGUF file whose matrices have a plain type (BF16, F16). Vectors become F32, as llama.cpp wants."""
+    """A copy of a GGUF file whose matrices have a plain type (BF16, F16). Vectors become F32, as llama.cpp needs."""
     import gguf
 
     reader = gguf.GGUFReader(path)

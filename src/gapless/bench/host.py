@@ -1,7 +1,7 @@
-"""What a step costs on the host: the real loop, scheduler, slots and streams, with the model stubbed out.
+"""The host cost of a step: the real loop, scheduler, slots and streams, with the model stubbed out.
 
-Each stream operation runs at once on the loop's own thread, so that nothing but host work is timed: schedule, fill, the
-queueing of three streams, collect, commit.
+Each stream operation runs at once on the loop's own thread, so only host work is timed: schedule, fill, the queueing of
+three streams, collect, commit.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class HostRow:
 
 
 def measure(batch: int, num_steps: int, depth: int) -> HostRow:
-    """Time decode steps of `batch` rows that neither come nor go."""
+    """Time decode steps of a fixed set of `batch` rows."""
     times: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(NUM_ROUNDS):
-        for recorded, found in times.items():  # in turn, so that drift hits both alike
+        for recorded, found in times.items():  # in turn, so that drift affects both alike
             stamps = _run(batch, WARMUP_STEPS + num_steps, depth, recorded)[-num_steps - 1 : -1]
             found.append((stamps[-1] - stamps[0]) / (len(stamps) - 1) * 1e3)
     middle, without = (statistics.median(times[recorded]) for recorded in (True, False))
@@ -109,7 +109,7 @@ def _run(batch: int, num_steps: int, depth: int, recorded: bool) -> list[float]:
 
 
 def main(batches: Sequence[int], num_steps: int, depth: int, json_path: str | None) -> int:
-    """Measure each batch size, print a table, and write it as JSON if asked."""
+    """Measure each batch size, print a table, and write it as JSON if requested."""
     if min(batches) < 1 or num_steps < 2 or depth < 1:
         raise ConfigError("batch sizes and depth must be at least 1, steps at least 2")
     torch.set_num_threads(1)

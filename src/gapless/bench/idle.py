@@ -1,7 +1,6 @@
 """How long the device idled and why: under a server's load, and offline with the same requests.
 
-Time in which there was nothing to run is left out of the comparison: before the first request comes and after the last
-has ended nobody can do anything about it.
+The comparison leaves out time in which there was nothing to run: before the first request and after the last one.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from gapless.bench.openai_client import Endpoint, fetch
 from gapless.config import EngineOptions
 
 NOTHING = "nothing to run"
-FRESH_S = 0.25  # the engine tells its counters more often than this
+FRESH_S = 0.25  # the engine reports its counters more often than this
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A run: how long it took, and how long the device idled in it although there was work, by cause."""
+    """A run: its duration, and how long the device idled although there was work, by cause."""
 
     seconds: float
     by_cause: dict[str, float]
@@ -41,7 +40,7 @@ def between(before: Mapping[str, float], after: Mapping[str, float], seconds: fl
 
 @contextlib.asynccontextmanager
 async def watched(endpoint: Endpoint) -> AsyncIterator[list[Idle]]:
-    """In the block: what the device of a Gapless server does; one Idle is in the list at the end."""
+    """Watches the device of a Gapless server during the block; appends one Idle to the list at the end."""
     found: list[Idle] = []
     before = await _settled(endpoint)
     began_s = time.perf_counter()
@@ -80,7 +79,7 @@ def offline(engine: EngineOptions, asks: Sequence[LoadRequest]) -> Idle:
 
 
 def format_idle(*, served: Idle, offline: Idle) -> str:
-    """Both shares, their difference, and the causes that matter."""
+    """Both shares, their difference, and the main causes."""
     points = f"{100 * (served.share - offline.share):+.2f} points"
     lines = [f"device idle with work to do: {served.share:.2%} served, {offline.share:.2%} offline, {points}"]
     causes = sorted({*served.by_cause, *offline.by_cause}, key=lambda cause: -served.by_cause.get(cause, 0.0))

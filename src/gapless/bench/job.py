@@ -1,4 +1,4 @@
-"""What is measured and what comes back: the values that travel between the benchmark and the engines it starts.
+"""The job and its results: the values that travel between the benchmark and the engines it starts.
 
 Each crosses a pipe as one line of JSON. Imports nothing heavy, so that an engine's process pays only for itself.
 """
@@ -17,8 +17,8 @@ FIRST_TOKEN, END_TOKEN = 1000, 30000  # the range that prompts are drawn from, a
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as the table names weights
 LONG_DTYPES = {short: name for name, short in SHORT_DTYPES.items()}
 
-# What of the model an engine reads: whatever the user gave, a GGUF file as it is, a Hugging Face directory, or a GGUF
-# file with its matrices converted to a plain type.
+# The format of the model that an engine reads: the user's own, a GGUF file as it is, a Hugging Face directory, or a
+# GGUF file with its matrices converted to a plain type.
 Form = Literal["given", "gguf", "directory", "gguf-BF16", "gguf-F16"]
 
 
@@ -32,12 +32,12 @@ class Contender:
     package: str  # for pip
     weights: str  # "shipped": the GGUF file's own type
     form: Form = "given"
-    mode: str = ""  # what else sets it apart: Gapless's depth, vLLM's "eager"
+    mode: str = ""  # further variant: Gapless's depth, vLLM's "eager"
 
 
 @dataclass(frozen=True, slots=True)
 class BenchJob:
-    """What every engine has to do."""
+    """The work of every engine."""
 
     model: str  # as the user named it
     threads: int
@@ -63,8 +63,8 @@ class ContestTask:
     contender: Contender
     path: str  # the model, in the form that this engine reads
     weights: str  # data type or GGUF type
-    batch: int  # parallel requests at most
-    trace: str = ""  # where Gapless leaves the timeline of its last round
+    batch: int  # most parallel requests
+    trace: str = ""  # file for the timeline of Gapless's last round
 
     def waves(self) -> list[list[list[int]]]:
         """The prompts in groups of at most `batch`, for engines that cannot queue."""
@@ -85,7 +85,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What an engine generated. `tokens` is None where an engine gives text only."""
+    """An engine's output. `tokens` is None for engines that return only text."""
 
     num_tokens: list[int]
     tokens: list[list[int]] | None
@@ -135,7 +135,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailure:
-    """WorkerAnswer: the engine cannot go on."""
+    """WorkerAnswer: the engine cannot continue."""
 
     error: str
 
@@ -149,7 +149,7 @@ def encode(value: ContestTask | WorkerAnswer) -> str:
 
 
 def decode_task(line: str) -> ContestTask:
-    """Raises ValueError when it is none."""
+    """Raises ValueError for anything else."""
     values = json.loads(line)
     if values.pop("kind") != "ContestTask":
         raise ValueError("expected a ContestTask")
@@ -157,7 +157,7 @@ def decode_task(line: str) -> ContestTask:
 
 
 def decode_answer(line: str) -> WorkerAnswer:
-    """Raises ValueError when it is none."""
+    """Raises ValueError for anything else."""
     values = json.loads(line)
     match values.pop("kind"):
         case "EngineLoaded":
@@ -172,7 +172,7 @@ def decode_answer(line: str) -> WorkerAnswer:
 
 
 def random_prompts(num_prompts: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
-    """The same prompts each time, for any model with this vocabulary or a larger one."""
+    """The same prompts each time, for any model with at least this vocabulary."""
     source = random.Random(0)
     end = min(END_TOKEN, vocab_size)
     first = FIRST_TOKEN if end > FIRST_TOKEN else 0

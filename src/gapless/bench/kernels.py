@@ -1,7 +1,7 @@
-"""Which kernels a decode step is made of, how long each takes, and for how long none runs.
+"""The kernels of a decode step, how long each takes, and for how long none runs.
 
 From PyTorch's profiler, over some steps of a workload halfway through its run. A kernel's time lasts from its first
-program to its last, waiting for the kernel before included: with programmatic dependent launch kernels overlap, and
+program to its last, including the wait for the previous kernel. With programmatic dependent launch kernels overlap, so
 their times add up to more than the step.
 """
 
@@ -20,7 +20,7 @@ NAME_WIDTH = 60
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel as it ran, in µs of the profiler's clock."""
+    """One run of a kernel, in µs of the profiler's clock."""
 
     name: str
     start: float
@@ -39,7 +39,7 @@ class KernelRow:
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """A mean step. `idle_us`: no kernel ran, not even one that waits."""
+    """A mean step. `idle_us`: no kernel ran, not even a waiting one."""
 
     num_steps: int
     step_us: float
@@ -61,9 +61,9 @@ class KernelTable:
 
 
 def decode_steps(launches: Sequence[Launch]) -> tuple[list[Launch], int]:
-    """The launches of the first `NUM_STEPS` captured decode steps, or as many as there are, and how many that is.
+    """The launches of the first `NUM_STEPS` captured decode steps, or as many as there are, and their number.
 
-    The very first is left out: the GPU may have waited before it.
+    The very first step is left out: the GPU may have waited before it.
     """
     ordered = sorted(launches, key=lambda launch: launch.start)
     begins = [index for index, launch in enumerate(ordered) if launch.name == FIRST]
@@ -75,7 +75,7 @@ def decode_steps(launches: Sequence[Launch]) -> tuple[list[Launch], int]:
 
 
 def tabulate(launches: Sequence[Launch], num_steps: int) -> KernelTable:
-    """A mean step of these launches, which are nothing but that many steps."""
+    """A mean step of the launches of exactly this many steps."""
     by_name: dict[str, list[float]] = defaultdict(list)
     for launch in launches:
         by_name[launch.name].append(launch.end - launch.start)
@@ -93,15 +93,15 @@ def tabulate(launches: Sequence[Launch], num_steps: int) -> KernelTable:
 
 
 def profiled_tokens(num_prompts: int) -> int:
-    """New tokens of each request: at most one in each step that takes in prompts, then one in each decode step."""
+    """New tokens of each request: at most one in each step that prefills, then one in each decode step."""
     return num_prompts + NUM_STEPS + 1
 
 
 def profile_decode(llm: Any, prompts: Sequence[Sequence[int]]) -> KernelTable:
-    """Decode some steps after these prompts, all of which fit into the rows, and take them apart.
+    """Decode some steps after these prompts, all of which fit into the rows, and list their kernels.
 
-    Long prompts are taken in over several steps, one of them or more in each. So many tokens are asked for that the
-    first request still decodes, beside all others, when the steps that count are over.
+    Long prompts are prefilled over several steps, at least one prompt in each. The number of new tokens is so large
+    that the first request still decodes, beside all others, when the measured steps are over.
     """
     from torch.profiler import ProfilerActivity, profile
 

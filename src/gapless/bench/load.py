@@ -1,6 +1,7 @@
 """The load of `gapless bench serve`: requests from a seed, and how they are sent.
 
-A request's clock starts when it was due, not when it could be sent, so that a slow server cannot hide its queue.
+A request's clock starts when the request was due, not when it could be sent, so that a slow server cannot hide its
+queue.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def read_range(flag: str, text: str) -> tuple[int, int]:
 
 
 def body_of(ask: LoadRequest, model: str, number: int, *, ignore_eos: bool, ids: bool) -> dict[str, Any]:
-    """A request as it goes over the wire."""
+    """The wire format of a request."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": ask.prompt,
@@ -80,7 +81,7 @@ async def run_load(
     args: argparse.Namespace,
     bar: Bar,
 ) -> list[Sample]:
-    """Send all of it; samples in the order of the requests."""
+    """Send all requests; return samples in their order."""
     began_s = time.perf_counter()
     free = asyncio.Semaphore(len(asks) if args.rate else args.concurrency)
 

@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran: a speed without this says nothing."""
+"""The machine and software of a benchmark: a speed is meaningless without them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gapless import __version__
 
-BUSY_LOAD = 0.5  # processors that others used before we began
+BUSY_LOAD = 0.5  # processors in use by others before the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """This one, now."""
+    """The current machine, now."""
     return Machine(
         cpu=_cpu_name(),
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -55,7 +55,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """Empty when this is no checkout."""
+    """Empty outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()

@@ -1,6 +1,6 @@
 """Engines in C++ behind Python: llama.cpp, through two packages, and OpenVINO GenAI.
 
-The engines are imported by name, in the loaders: none of them need be installed, nor have types.
+The loaders import the engines by name: none of them needs to be installed or to have types.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LLAMA_ALIGN = 256  # it rounds each sequence's share of the context up to this
 
 
 def load_xllamacpp(task: ContestTask) -> LoadedEngine:
-    """llama.cpp's server, without HTTP: it batches what clients ask in parallel. Gives text, and counts of tokens."""
+    """llama.cpp's server, without HTTP: it batches parallel requests. Returns text, and counts of tokens."""
     xllamacpp: Any = import_module("xllamacpp")
     params = xllamacpp.CommonParams()
     params.model.path = task.path
@@ -83,7 +83,7 @@ class LlamaLoop:
         return tokens
 
     def _decode(self, pieces: Sequence[Sequence[int]], position: int) -> list[int]:
-        """Feed each sequence its next tokens, which begin at `position`; the likeliest token after each."""
+        """Feed each sequence its next tokens, which begin at `position`; return the likeliest token after each."""
         ends = []
         count = 0
         for sequence, piece in enumerate(pieces):

@@ -1,7 +1,7 @@
 """`gapless bench offline`: a fixed job, by Gapless at several depths and by peers, side by side in one run.
 
-Owns the arguments and the order of events. How an engine is driven is in `contest` and `worker`, what it is in `peers`,
-what the numbers mean in `table`.
+Owns the arguments and the order of events. `contest` and `worker` drive the engines, `peers` lists them, and `table`
+interprets the numbers.
 """
 
 from __future__ import annotations
@@ -37,44 +37,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-prompts", type=int, default=16, help="prompts in the job (default: %(default)s)")
     add("--prompt-tokens", type=int, default=64, help="tokens of each prompt (default: %(default)s)")
     add("--max-tokens", type=int, default=64, help="new tokens of each prompt (default: %(default)s)")
-    add("--batch", type=int, nargs="+", default=[16], metavar="N", help="parallel requests at most (default: 16)")
+    add("--batch", type=int, nargs="+", default=[16], metavar="N", help="most parallel requests (default: 16)")
     add("--depth", nargs="+", default=["auto", "1", "2"], metavar="D", help="Gapless's depths (default: auto 1 2)")
     add("--dtype", nargs="+", default=["auto"], metavar="T", help="Gapless's data types (default: auto)")
     add("--threads", type=int, help="CPU threads of every engine (default: torch's)")
-    add("--rounds", type=int, default=3, help="times that each engine does the job, in turn (default: %(default)s)")
-    add("--warmup", type=int, default=1, help="rounds before these that do not count (default: %(default)s)")
-    add("--peers", nargs="*", metavar="NAME", help="run installed peers too: all of them, or those named")
+    add("--rounds", type=int, default=3, help="runs of each engine, in turn (default: %(default)s)")
+    add("--warmup", type=int, default=1, help="earlier rounds that are not counted (default: %(default)s)")
+    add("--peers", nargs="*", metavar="NAME", help="also run installed peers: all of them, or those named")
     add(
         "--python",
         action="append",
         default=[],
         metavar="NAME=PYTHON",
-        help="interpreter that has this peer, where it needs an environment of its own; may be repeated",
+        help="Python interpreter with this peer, if it is in a different environment; repeatable",
     )
     add(
         "--workload",
         nargs="+",
         metavar="A..F|M",
-        help="GPU workloads with random weights instead of this job; M mixes lengths",
+        help="run GPU workloads with random weights instead of this job; M has mixed lengths",
     )
-    add("--kernels", action="store_true", help="after each workload, show which kernels a decode step is made of")
-    add("--trace", metavar="T.json", help="write Gapless's timelines here, and T.html beside it")
-    add("--json", metavar="FILE", help="write all numbers here")
-    add("--plot", metavar="FILE.svg", help="draw a bar chart here")
-    add("--logs", metavar="FOLDER", help="keep here what the engines print (default: thrown away)")
+    add("--kernels", action="store_true", help="after each workload, list the kernels of a decode step")
+    add("--trace", metavar="T.json", help="write Gapless's timelines to this file, and to T.html")
+    add("--json", metavar="FILE", help="write all figures to this file")
+    add("--plot", metavar="FILE.svg", help="draw a bar chart to this file")
+    add("--logs", metavar="FOLDER", help="keep the output of the engines in this folder (default: discard it)")
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Who takes part, and who is only mentioned."""
+    """The engines that take part, and those that are only mentioned."""
 
     contenders: tuple[Contender, ...]
-    absent: tuple[Contender, ...]  # asked for, not installed
+    absent: tuple[Contender, ...]  # requested, but not installed
     pythons: dict[str, str]  # interpreters of peers that have their own
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the contest and show what came of it; 1 when Gapless itself failed."""
+    """Run the contest and show the results; 1 when Gapless itself failed."""
     _check(args)
     if args.workload is not None:
         return _workloads(args)
@@ -110,7 +110,7 @@ def _workloads(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for what cannot be measured, before anything is loaded."""
+    """Raise ConfigError for invalid arguments, before anything is loaded."""
     from gapless.config import EngineOptions
 
     for name, least in AT_LEAST.items():
@@ -201,7 +201,7 @@ def _trace_files(args: argparse.Namespace) -> TraceFiles:
 
 
 def _write_trace(args: argparse.Namespace, paths: Sequence[Path]) -> None:
-    """Bring the timelines of all depths together in one file."""
+    """Write the timelines of all depths into one file."""
     from gapless.trace.timeline import load
 
     _trace_files(args).write([load(path) for path in paths])
@@ -210,7 +210,7 @@ def _write_trace(args: argparse.Namespace, paths: Sequence[Path]) -> None:
 def _starts(
     field: Field, job: BenchJob, batch: int, forms: Forms, traces: Path | None
 ) -> tuple[list[TaskStart], list[Result]]:
-    """What can start, and what cannot for want of its form of the model."""
+    """The contenders that can start, and those that lack their format of the model."""
     from gapless.bench.contest import Result, TaskStart
     from gapless.bench.job import ContestTask
 

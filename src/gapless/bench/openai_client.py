@@ -1,6 +1,6 @@
-"""A streaming client of OpenAI's completions that costs little: plain HTTP/1.1 over asyncio, no client library.
+"""A lightweight streaming client for OpenAI completions: plain HTTP/1.1 over asyncio, no client library.
 
-What measures must not be what is measured: a general client spends more on a token than a server does.
+The client must not dominate the measurement: a general client spends more time on a token than a server does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_LINE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server is."""
+    """The address of a server."""
 
     host: str
     port: int
@@ -44,7 +44,7 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Sample:
-    """What came of one request. Times are those of `time.perf_counter`."""
+    """The result of one request. Times are those of `time.perf_counter`."""
 
     due_s: float  # when it should have been sent
     first_s: float | None = None  # when the first token came
@@ -71,7 +71,7 @@ class Sample:
 
 
 async def complete(endpoint: Endpoint, body: dict[str, Any], due_s: float, timeout_s: float) -> Sample:
-    """Stream one completion and note when what came. Errors are part of the sample."""
+    """Stream one completion and note the time of each piece. Errors are part of the sample."""
     sample = Sample(due_s)
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,4 +1,4 @@
-"""A Gapless server for the length of a benchmark."""
+"""A Gapless server for the duration of a benchmark."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def own_server(engine: EngineOptions, max_queue: int) -> Iterator[str]:
 
 
 def engine_flags(engine: EngineOptions) -> list[str]:
-    """The flags that make these options."""
+    """The flags for these options."""
     flags = []
     for field in dataclasses.fields(engine):
         value, flag = getattr(engine, field.name), field.name.replace("_", "-")

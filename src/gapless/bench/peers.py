@@ -1,7 +1,7 @@
 """The engines that the benchmark knows. One line here is one row of the table.
 
-Every engine generates greedily, exactly `max_tokens` a prompt, and reuses nothing from one round to the next: prefix
-caches are off everywhere. KV memory is sized for the job where an engine would take all it can get.
+Every engine generates greedily, exactly `max_tokens` for each prompt, and reuses nothing from one round to the next:
+prefix caches are off everywhere. KV memory is sized for the job where an engine would otherwise take all memory.
 """
 
 from __future__ import annotations
@@ -57,6 +57,6 @@ PEER_NAMES = tuple(dict.fromkeys(peer.name for peer in PEERS))
 
 
 def gapless(dtype: str, depth: str) -> Contender:
-    """Ours, in a data type and at a depth, both as the engine's options name them."""
+    """Gapless, with a data type and a depth, both as the engine's options name them."""
     weights = SHORT_DTYPES.get(dtype, dtype)
     return Contender("gapless", f"Gapless depth {depth}", "gapless", "gapless", weights, mode=depth)

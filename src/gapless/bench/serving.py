@@ -1,7 +1,7 @@
-"""`gapless bench serve`: load on an OpenAI endpoint, Gapless's or a peer's, and how long its clients waited.
+"""`gapless bench serve`: puts load on an OpenAI endpoint, Gapless's or a peer's, and measures its latency.
 
 Arrivals are open-loop (Poisson, `--rate`) or a fixed number at a time (`--concurrency`). Without `--url` a Gapless
-server is started for the run; `--idle` then also does the same requests offline and compares the device's idle shares.
+server is started for the run. `--idle` then also runs the same requests offline and compares the device's idle shares.
 """
 
 from __future__ import annotations
@@ -32,29 +32,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--url", help="an OpenAI endpoint such as http://127.0.0.1:8000; default: a Gapless server for this run")
     add("--api-key", help="key of the endpoint")
-    add("--served-model", help="model to ask the endpoint for; default: the first it lists")
+    add("--served-model", help="name of the model at the endpoint; default: the first it lists")
     add("--requests", type=int, default=64, help="requests in all (default: %(default)s)")
     add("--concurrency", type=int, default=16, help="requests at the same time (default: %(default)s)")
-    add("--rate", type=float, help="instead: requests a second, at random moments (Poisson)")
+    add("--rate", type=float, help="requests a second with Poisson arrivals, instead of a fixed concurrency")
     add(
         "--input-length",
         default="32-128",
         help="words or ids of a prompt: N or LOW-HIGH (default: %(default)s)",
     )
     add("--output-length", default="32-64", help="tokens of an answer: N or LOW-HIGH (default: %(default)s)")
-    add("--prompts", choices=("text", "ids"), default="text", help="what prompts are made of (default: %(default)s)")
-    add("--load-seed", type=int, default=0, help="where lengths, prompts and arrivals come from (default: 0)")
-    add("--slo-ttft", type=float, default=1000.0, help="ms to the first token that are good (default: %(default)s)")
-    add("--slo-tpot", type=float, default=100.0, help="ms per further token that are good (default: %(default)s)")
+    add("--prompts", choices=("text", "ids"), default="text", help="type of the prompts (default: %(default)s)")
+    add("--load-seed", type=int, default=0, help="seed of lengths, prompts and arrivals (default: 0)")
+    add("--slo-ttft", type=float, default=1000.0, help="goodput limit: ms to the first token (default: %(default)s)")
+    add("--slo-tpot", type=float, default=100.0, help="goodput limit: ms per further token (default: %(default)s)")
     add("--timeout", type=float, default=600.0, help="seconds for one request (default: %(default)s)")
-    add("--no-ignore-eos", action="store_true", help="let answers end by themselves; for endpoints without ignore_eos")
+    add(
+        "--no-ignore-eos",
+        action="store_true",
+        help="let answers end at the end of sequence; for endpoints without ignore_eos",
+    )
     add("--idle", action="store_true", help="compare the device's idle share with an offline run of the same requests")
-    add("--json", metavar="FILE", help="write all numbers here")
-    add("--plot", metavar="FILE.svg", help="draw the distributions here")
+    add("--json", metavar="FILE", help="write all figures to this file")
+    add("--plot", metavar="FILE.svg", help="draw the distributions to this file")
 
 
 def main(args: argparse.Namespace, engine: EngineOptions) -> int:
-    """Run the load and show what came of it; 1 when any request failed."""
+    """Run the load and show the results; 1 when any request failed."""
     _check(args)
     with contextlib.ExitStack() as stack:
         url = args.url or stack.enter_context(own_server(engine, args.requests))

@@ -1,4 +1,4 @@
-"""The waits of a serving run as an SVG file: for each kind, the share of requests that waited no longer than this."""
+"""The latency of a serving run as an SVG file: for each kind, the share of requests within a time."""
 
 from __future__ import annotations
 

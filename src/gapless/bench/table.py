@@ -74,7 +74,7 @@ def _measured(row: TableRow, result: Result, ours: Sequence[Result], num_tokens:
 
 
 def _median(rounds: Sequence[Round]) -> Round:
-    """The round in the middle; of an even number the slower one."""
+    """The round in the middle; the slower one of an even number."""
     middle = statistics.median_high(item.seconds for item in rounds)
     return next(item for item in rounds if item.seconds == middle)
 
@@ -140,7 +140,7 @@ def _or_dash(value: float | None, pattern: str) -> str:
 
 
 def _format(head: list[str], lines: Sequence[list[str]]) -> str:
-    """Columns as wide as their widest cell; the first two to the left, numbers to the right."""
+    """Columns as wide as their widest cell; the first two aligned left, numbers right."""
     table = [head, *lines]
     widths = [max(len(line[i]) for line in table) for i in range(len(head))]
     return "\n".join(

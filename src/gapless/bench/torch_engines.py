@@ -1,6 +1,6 @@
-"""Engines on torch: Gapless, transformers and vLLM. How each is loaded, and how it is asked for a round.
+"""Engines on torch: Gapless, transformers and vLLM. How each is loaded, and how it runs a round.
 
-The engines are imported by name, in the loaders: none of them need be installed, nor have types.
+The loaders import the engines by name: none of them needs to be installed or to have types.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gapless.bench.job import LONG_DTYPES, SHORT_DTYPES, ContestTask, LoadedEngi
 
 
 class Gapless:
-    """Ours. Reports how host and device overlapped."""
+    """Our engine. Reports how host and device overlapped."""
 
     def __init__(self, task: ContestTask) -> None:
         from gapless import LLM, SamplingParams
@@ -128,7 +128,7 @@ def load_generate_batch(task: ContestTask) -> LoadedEngine:
 
 
 def load_vllm(task: ContestTask) -> LoadedEngine:
-    """vLLM for CPUs, in this process, so that its memory is counted and it ends with us."""
+    """vLLM for CPUs, in this process, so that its memory is counted and it ends with the process."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB

@@ -1,4 +1,4 @@
-"""From samples of a serving run to numbers: how long clients waited, and how many waited no longer than they should."""
+"""From samples of a serving run to figures: latency, and how many requests met both limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the load showed. Times in milliseconds."""
+    """The results of the load. Times in milliseconds."""
 
     num_requests: int
     num_errors: int
@@ -60,7 +60,7 @@ def summarize(samples: Sequence[Sample], slo_ttft_ms: float, slo_tpot_ms: float)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Mean, percentiles and the largest, in milliseconds."""
+    """Mean, percentiles and maximum, in milliseconds."""
     if not values:
         return {}
     ordered = sorted(1000 * value for value in values)

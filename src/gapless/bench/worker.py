@@ -1,7 +1,7 @@
 """The child's side of the benchmark: `python -m gapless.bench.worker` is one engine in a process of its own.
 
-Reads a task from standard input, loads, says so, and then answers each further line with a round. Whatever libraries
-print goes to standard error, which the parent keeps in a file: standard output carries answers only.
+Reads a task from standard input, loads, says EngineLoaded, and then answers each further line with a round. Output of
+libraries goes to standard error, which the parent keeps in a file. Standard output carries only answers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run_round(engine: LoadedEngine, task: ContestTask) -> Round:
 
 
 def last_line(error: BaseException) -> str:
-    """What a traceback ends with."""
+    """The last line of a traceback."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     return lines[-1].strip()
 
@@ -88,7 +88,7 @@ def _version(package: str) -> str:
 
 
 def _peak_memory() -> int:
-    """Bytes held at most. Not getrusage's on Linux: that one starts from the parent's, kept through exec."""
+    """Most bytes held. Not getrusage's on Linux: that one starts from the parent's, kept through exec."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024

@@ -1,7 +1,7 @@
 """The GPU workloads A to F and M: two model shapes, from one request to 300, and the bytes that they must read.
 
-A to F have requests of one length, all at once; M mixes lengths, with more requests than rows. No download is needed: a
-config.json is all there is of the models.
+A to F have requests of one length, all at once. M mixes lengths, with more requests than rows. No download is needed: a
+config.json describes each model.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ BYTES_A_NUMBER = 2  # bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests, all handed in at once, greedy, with no end of sequence."""
+    """Requests, all submitted at once, greedy, without end of sequence."""
 
     shape: str
     num_requests: int
     prompt_tokens: int
     max_tokens: int
-    num_rows: int = 0  # requests that run at the same time at most; 0: all
+    num_rows: int = 0  # most requests that run at the same time; 0: all
     mixed: bool = False  # prompts and outputs of any length up to these
 
     @property
@@ -40,7 +40,7 @@ class Workload:
         return [self._prompt(draw) for _ in range(self.num_requests)]
 
     def halfway(self) -> list[list[int]]:
-        """Prompts as long as prompt and answer are when half of the run is over."""
+        """Prompts as long as prompt and answer together halfway through the run."""
         return replace(self, prompt_tokens=self.prompt_tokens + self.max_tokens // 2).prompts()
 
     def counts(self) -> list[int]:
@@ -96,7 +96,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def weight_bytes(shape: str) -> int:
-    """Bytes of the weights that a step reads whole; of an untied embedding it reads a few rows only."""
+    """Bytes of the weights that a step reads in full; it reads only a few rows of an untied embedding."""
     from gapless.models.config import ModelConfig
     from gapless.models.llama import weight_shapes
 

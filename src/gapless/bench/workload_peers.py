@@ -19,7 +19,7 @@ PEER = "transformers generate_batch"
 
 @dataclass(frozen=True, slots=True)
 class PeerTask:
-    """A job for a peer, and how long it may take."""
+    """A job for a peer, and its time limit."""
 
     warm_up: list[list[int]]
     prompts: list[list[int]]
@@ -29,7 +29,7 @@ class PeerTask:
 
 @dataclass(frozen=True, slots=True)
 class PeerTime:
-    """What a peer took for a job."""
+    """The time of a peer for a job."""
 
     seconds: float
     num_tokens: int
@@ -43,7 +43,7 @@ def is_installed() -> bool:
 
 
 def time_generate_batch(path: Path, tasks: Sequence[PeerTask]) -> Iterator[PeerTime | Exception]:
-    """The time that each task took, or what went wrong."""
+    """The time of each task, or its error."""
     import torch
 
     from gapless.device import cuda
@@ -60,7 +60,7 @@ def time_generate_batch(path: Path, tasks: Sequence[PeerTask]) -> Iterator[PeerT
         try:
             seconds, num_tokens, attention = _time(model, task)
             yield PeerTime(seconds, num_tokens, start_s, cuda.most_memory() / 2**30, attention)
-        except Exception as error:  # whatever a peer raises is its result
+        except Exception as error:  # any error of a peer is its result
             yield error
     del model
     gc.collect()
@@ -68,7 +68,7 @@ def time_generate_batch(path: Path, tasks: Sequence[PeerTask]) -> Iterator[PeerT
 
 
 def _time(model: Any, task: PeerTask) -> tuple[float, int, str]:
-    """Seconds, tokens, and which attention it chose; its graphs are captured before."""
+    """Seconds, tokens, and the attention it chose; its graphs are captured before."""
     transformers: Any = import_module("transformers")
     generation: Any = import_module("transformers.generation")
     hints: Any = import_module("transformers.generation.continuous_batching.utils").WorkloadHints
@@ -90,12 +90,12 @@ def _time(model: Any, task: PeerTask) -> tuple[float, int, str]:
             num_tokens = _drain(manager, task.prompts, task.max_tokens, task.limit_s)
             return time.perf_counter() - began, num_tokens, str(model.config._attn_implementation)
         except BaseException:
-            manager.stop(hard_stop=True)  # else it would finish what is left, however long that takes
+            manager.stop(hard_stop=True)  # otherwise it would finish the remaining work, however long that takes
             raise
 
 
 def _drain(manager: Any, prompts: list[list[int]], max_tokens: int, limit_s: float) -> int:
-    """Hand in the prompts and wait for all; tokens that came back."""
+    """Submit the prompts and wait for all; return the generated tokens."""
     deadline = time.perf_counter() + limit_s
     manager.add_requests(inputs=prompts, max_new_tokens=max_tokens)
     found: list[int] = []

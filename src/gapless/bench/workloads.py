@@ -1,7 +1,7 @@
 """The GPU workloads timed end to end, with random weights.
 
-A limit stands beside each time: the bytes that a step must read (weights once, the KV cache of every live token) over
-the read rate measured in the same run.
+Each time comes with a limit: the bytes that a step must read (weights once, the KV cache of every live token) divided
+by the read rate measured in the same run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gapless.trace.files import TraceFiles
     from gapless.trace.timeline import Timeline
 
-PATIENCE, PATIENCE_S = 30, 120  # a peer may take so many times as long as we did, and at least so many seconds
+PATIENCE, PATIENCE_S = 30, 120  # limit of a peer: this many times our time, and at least this many seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class WorkloadRow:
     limit_share: float
     start_s: float
     peak_gib: float
-    depth: int | None = None  # what follows is known of Gapless only
+    depth: int | None = None  # the following is known only for Gapless
     idle_share: float | None = None  # of the compute stream, in the run
     host_ms_per_step: float | None = None  # processor time of the loop
     idle_by_cause: dict[str, float] = field(default_factory=dict)  # seconds of the compute stream
@@ -62,7 +62,7 @@ def measure(
 ) -> Iterator[WorkloadRow | str]:
     """Run the workloads at each depth, one engine for all that share a shape; add each run's timeline to a list.
 
-    With `peers`, transformers does the same jobs; with `kernels`, steps are profiled after each run. A text says what
+    With `peers`, transformers does the same jobs. With `kernels`, steps are profiled after each run. A text says what
     could not be run.
     """
     from gapless.device.cuda import CudaDevice
@@ -83,7 +83,7 @@ def measure(
 
 
 def _measure_peer(path: Path, ours: dict[str, float], rate: float) -> Iterator[WorkloadRow | str]:
-    """Jobs of one length only: it takes one number of new tokens for all. It may take some times as long as we did."""
+    """Only jobs of one length: a peer takes one number of new tokens for all. Its time limit is a multiple of ours."""
     chosen = [name for name in ours if not WORKLOADS[name].mixed]
     tasks = [
         PeerTask(work.prompts(seed=1), work.prompts(), work.max_tokens, max(PATIENCE_S, PATIENCE * ours[name]))
@@ -135,7 +135,7 @@ def _measure_shape(
 
 
 def _take_apart(llm: Any, work: Workload) -> KernelTable | str:
-    """A step of the workload, or why there is none to show: the times measured before stand in any case."""
+    """The kernels of a step, or why there are none to show. The times measured before remain valid."""
     if work.mixed:
         return "not profiled, for hardly two steps are alike"
     try:
@@ -192,7 +192,7 @@ def main(
     peers: bool = False,
     kernels: bool = False,
 ) -> int:
-    """Measure and print a table; write rows, plot and timelines, if asked, of what was measured, should a run fail."""
+    """Measure and print a table; write rows, plot and timelines if requested, also when a later run fails."""
     from gapless.device import pick_device
     from gapless.trace.files import TraceFiles
 
@@ -223,7 +223,7 @@ def main(
 def _finish(
     rows: Sequence[WorkloadRow], files: TraceFiles | None, timelines: list[Timeline] | None, plot_path: str | None
 ) -> None:
-    """What is said and drawn of all rows together."""
+    """Print and draw the results of all rows together."""
     from gapless.bench.chart import bar_chart
 
     print(*dict.fromkeys(text for row in rows for text in (row.graphs, row.attention) if text), sep="\n")

@@ -1,9 +1,9 @@
-"""Who may use which KV block: reference counts, the free list, and the least recently used cached blocks.
+"""Tracks the use of KV blocks: reference counts, the free list, and the least recently used cached blocks.
 
     free  --allocate-->  in use (references > 0)  --release-->  cached, if the index knows it, else free
                               ^-------- share --------------------'      '--allocate (evicts)--> in use
 
-Owns the counts; the prefix index owns what blocks hold.
+Owns the counts. The prefix index owns the content of blocks.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class BlockPool:
 
     @property
     def free(self) -> Sequence[int]:
-        """Blocks whose content is nobody's."""
+        """Blocks that hold no content."""
         return self._free
 
     def allocate(self) -> int | None:
-        """A block of one's own, or None when all are in use."""
+        """A block for exclusive use, or None when all are in use."""
         if self._free:
             block = self._free.pop()
         elif self._cached:
@@ -59,7 +59,7 @@ class BlockPool:
             self._references[block] += 1
 
     def num_idle(self, blocks: Sequence[int]) -> int:
-        """How many of these nobody uses now: sharing them makes that many fewer available."""
+        """How many of these are unused now. Sharing them makes that many fewer available."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def release(self, blocks: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
-"""What the engine can hold, and the check at the door that a request fits.
+"""The capacity of the engine, and the check before the queue that a request fits.
 
-Numbers only; whoever sizes the memory makes them, the scheduler keeps to them.
+Numbers only. The code that sizes the memory makes them, and the scheduler respects them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gapless.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the scheduler may use."""
+    """The resources that the scheduler may use."""
 
     num_rows: int
     num_blocks: int
@@ -24,12 +24,12 @@ class Limits:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of one row at most."""
+        """Most blocks of one row."""
         return -(-self.max_model_len // self.block_size)
 
     @property
     def max_found_blocks(self) -> int:
-        """Past this many table entries in one plan no further request is admitted."""
+        """Once a plan has this many table entries, no further request is admitted."""
         return 4 * self.max_blocks
 
     @property

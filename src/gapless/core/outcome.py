@@ -1,6 +1,6 @@
-"""What comes out of a step: new tokens, ended requests, and what was counted on the way.
+"""The results of a step: new tokens, finished requests, and counters.
 
-Values only. The scheduler makes them; the output side reads them.
+Values only. The scheduler makes them, and the output side reads them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gapless.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely a token was: natural logarithms, from the model's logits before temperature and filters."""
+    """The log-probability of a token: natural logarithm, from the model's logits before temperature and filters."""
 
     token: int
     logprob: float
     rank: int  # 1: the likeliest; equally likely tokens share a rank
-    top: tuple[tuple[int, float], ...]  # the likeliest tokens, best first; as many as were asked for
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens, best first; as many as requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that left for good."""
+    """A request that has ended."""
 
     request: Request
     reason: str  # "stop", "length", "abort" or "error"
@@ -44,7 +44,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What a step brought, in the order of its rows."""
+    """The results of one step, in the order of its rows."""
 
     num_tokens: int
     progress: tuple[Progress, ...]
@@ -53,15 +53,15 @@ class Commit:
 
 @dataclass(slots=True)
 class Counters:
-    """What happened so far. Only ever grows."""
+    """Totals so far. They only grow."""
 
     num_steps: int = 0
     num_prompt_tokens: int = 0  # of admitted requests, each counted once
     num_cached_tokens: int = 0  # of those, found in the prefix cache
     num_generated: int = 0
-    num_overrun: int = 0  # samples of a request that had already left its row
+    num_overrun: int = 0  # samples of requests that had already left their row
     num_preemptions: int = 0
-    num_recomputed: int = 0  # positions that a preemption threw away
+    num_recomputed: int = 0  # positions discarded by preemptions
 
 
 def not_finite(position: int) -> ModelError:
@@ -79,22 +79,22 @@ def progress_of(request: Request, token: int) -> Progress:
 
 
 def token_logprob(token: int, score: IntArray, num_top: int) -> TokenLogprob:
-    """A token's score as a step gave it (see `score_width` in core/plan.py), in words."""
-    width = (len(score) - 2) // 2  # as many as anybody in the step asked for
+    """A token's log-probability from the numbers of a step (see `score_width` in core/plan.py)."""
+    width = (len(score) - 2) // 2  # the largest k of the step
     floats = score.view(np.float32)
     pairs = zip(score[2 : 2 + num_top].tolist(), floats[2 + width : 2 + width + num_top].tolist(), strict=True)
     return TokenLogprob(token, float(floats[0]), int(score[1]), tuple(pairs))
 
 
 def completion_logprobs(request: Request, num_tokens: int) -> tuple[TokenLogprob, ...] | None:
-    """Of the first `num_tokens` generated tokens of a request that ended; None if it did not ask."""
+    """For the first `num_tokens` generated tokens of a finished request; None if it has no `logprobs`."""
     if request.params.logprobs is None:
         return None
     return _logprobs(request.tokens[request.num_prompt :], request.scores[:num_tokens], request.params.logprobs)
 
 
 def prompt_logprobs(request: Request) -> tuple[TokenLogprob | None, ...] | None:
-    """One for each prompt token; None for the first, and for those that an early end left out."""
+    """One for each prompt token; None for the first, and for those missing after an early end."""
     if request.params.prompt_logprobs is None:
         return None
     scores = [score for chunk in request.prompt_scores for score in chunk]
@@ -103,6 +103,6 @@ def prompt_logprobs(request: Request) -> tuple[TokenLogprob | None, ...] | None:
 
 
 def _logprobs(tokens: IntArray, scores: Sequence[IntArray], num_top: int) -> tuple[TokenLogprob, ...]:
-    """Of as many tokens as there are scores."""
+    """For as many tokens as there are scores."""
     pairs = zip(tokens[: len(scores)].tolist(), scores, strict=True)
     return tuple(token_logprob(token, score, num_top) for token, score in pairs)

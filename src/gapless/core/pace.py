@@ -1,14 +1,14 @@
 """How many tokens a step may have, so that it ends in time.
 
-A long step is a gap in every stream of its batch. A prompt is therefore cut into chunks by time and not by tokens
-alone: each step with chunks shows a rate, and the rate gives the next budget.
+A long step delays every stream of its batch. A prompt is therefore split into chunks by time and not by tokens alone:
+each step with chunks gives a rate, and the rate gives the next budget.
 
-    the step was too slow               the budget becomes what would have been in time
+    the step was too slow               the budget becomes the size that would have been in time
     it was in time and used the budget  the budget grows, at most fourfold
     it was in time with fewer tokens    the budget stays
 
-Knows plans and a clock. The time of a step runs from its plan, or from the end of the step before it, to its commit:
-what a client sees between two tokens.
+Knows plans and a clock. The time of a step runs from its plan, or from the end of the step before it, to its commit.
+That is the time that a client sees between two tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Pace:
     """Learns from the steps how many tokens fit into the target."""
 
     def __init__(self, target_s: float, max_tokens: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        """target_s: how long a step should take at most; `math.inf` is no bound."""
+        """target_s: the longest time that a step should take; `math.inf` is no limit."""
         self.target_s = target_s
         self.num_tokens = max_tokens if math.isinf(target_s) else min(FIRST_TOKENS, max_tokens)
         self._max_tokens = max_tokens

@@ -1,4 +1,4 @@
-"""What a client may ask of the sampler, checked before it gets anywhere near the queue.
+"""Sampling parameters of a request, checked before it enters the queue.
 
 Owns the meaning, the defaults and the limits of each parameter. Knows no tokenizer and no model.
 """
@@ -14,7 +14,7 @@ from gapless.errors import InvalidRequest
 
 MAX_STOP_IDS = 16  # stop token ids of one request, the model's end-of-sequence ids included
 MAX_STOP_STRINGS = 16
-MAX_LOGPROBS = 20  # likeliest tokens that can be had with each token
+MAX_LOGPROBS = 20  # most alternatives returned with each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class SamplingParams:
     """How to continue a prompt. Immutable, and valid once it exists."""
 
     max_tokens: int = 256  # most tokens to generate
-    min_tokens: int = 0  # no stop before this many: no end-of-sequence or stop token, and no stop string
+    min_tokens: int = 0  # ignore end-of-sequence tokens, stop tokens and stop strings before this many tokens
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     top_p: float = 1.0  # keep the likeliest tokens that together reach this probability; 0 is greedy
@@ -30,8 +30,8 @@ class SamplingParams:
     seed: int | None = None  # same seed, same tokens; None derives one from the engine's seed
     stop: tuple[str, ...] = ()  # end before any of these strings
     stop_token_ids: tuple[int, ...] = ()  # end at any of these tokens
-    ignore_eos: bool = False  # go on past the model's end-of-sequence token
-    logprobs: int | None = None  # log-probability of each generated token; k > 0: of the k likeliest too
+    ignore_eos: bool = False  # continue past the model's end-of-sequence token
+    logprobs: int | None = None  # log-probability of each generated token, and of the k likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Build from untrusted input; an unknown name is an error, not ignored."""
+        """Build from untrusted input; an unknown name is an error."""
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
@@ -67,7 +67,7 @@ class SamplingParams:
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """A seed for the request of this number: golden-ratio steps, folded into 64 bits."""
+    """A seed for the request with this number: golden-ratio steps, folded into 64 bits."""
     value = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
     return value - 2**64 if value >= 2**63 else value
 

@@ -1,7 +1,7 @@
-"""One step's work, described without tensors: what the scheduler hands to the executor.
+"""One step's work, described without tensors: the scheduler hands it to the executor.
 
-A plan is a value. Everything the device side must learn for the step is in it: which rows decode, which chunks are
-prefilled, which rows have a new owner, which blocks were added to which table.
+A plan is a value. It has everything that the device must know for the step: the rows that decode, the chunks to
+prefill, the rows with a new owner, and the blocks added to each table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Chunk:
     start: int
     tokens: IntArray
     samples: bool  # the chunk reaches the last known token, so the step samples the next one
-    targets: IntArray = field(default_factory=lambda: NOTHING)  # prompt tokens whose log-probabilities are wanted
+    targets: IntArray = field(default_factory=lambda: NOTHING)  # prompt tokens whose log-probabilities are requested
     scored_from: int = 0  # the position that the first target follows; the last may lie beyond the chunk
 
     @property
@@ -50,7 +50,7 @@ class Plan:
     chunks: tuple[Chunk, ...]
     new_blocks: IntArray  # [num_new_blocks, 3] row, index in the row's table, block
     sample_rows: IntArray  # [num_samples] decode rows, then the rows of sampling chunks
-    sample_epochs: LongArray  # [num_samples] who owned them when the step was planned
+    sample_epochs: LongArray  # [num_samples] of their owners when the step was planned
     max_decode_length: int  # longest decode row, this step's token included; 0 without decodes
     needs: int = 0  # fields (row_fields.need) that are not neutral in some sampled row
     seat_rows: IntArray = field(default_factory=lambda: NOTHING)  # [num_seats] rows with a new owner
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def num_scores(self) -> int:
-        """Places whose log-probabilities the step gives: the samples that want them, then the chunks' targets."""
+        """Positions whose log-probabilities the step returns: the samples that need them, then the chunks' targets."""
         return len(self.score_samples) + (sum(len(chunk.targets) for chunk in self.chunks) if self.chunks else 0)
 
     @property

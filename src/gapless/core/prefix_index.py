@@ -1,8 +1,8 @@
-"""Finds KV blocks by what they hold: a trie of full blocks.
+"""Finds KV blocks by their content: a trie of full blocks.
 
-An entry's key is its parent entry and its own tokens, so a hit is verified by the tokens themselves and, through the
-parent, by all tokens before them; a hash collision cannot lie. Entry numbers are never used twice, so that what hangs
-below a forgotten entry can no longer be reached. Knows blocks only as numbers; who may use them is the pool's affair.
+An entry's key is its parent entry and its own tokens. A hit is therefore verified by the tokens themselves and, through
+the parent, by all tokens before them, so a hash collision cannot cause a false hit. Entry numbers are never used twice,
+so entries below a removed one can no longer be reached. Knows blocks only as numbers. The pool tracks their use.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PrefixIndex:
         return blocks, entry
 
     def insert(self, parent: int, tokens: IntArray, block: int) -> int:
-        """Register a full block below `parent`; return its entry, or that of a block which held the same before."""
+        """Register a full block below `parent`; return its entry, or that of an earlier block with the same content."""
         key = (parent, tokens.tobytes())
         found = self._entries.get(key)
         if found is not None:
@@ -54,7 +54,7 @@ class PrefixIndex:
         return entry
 
     def forget(self, block: int) -> None:
-        """Drop the block's entry: its memory gets another content."""
+        """Drop the block's entry: its content is about to change."""
         del self._entries[self._key_of.pop(block)]
 
     def clear(self) -> None:

@@ -1,14 +1,14 @@
-"""A request, and the table of rows in which running requests keep what changes with every step.
+"""A request, and the table of rows in which running requests keep the state that changes with every step.
 
-The table is a structure of arrays, so that a step over a thousand rows is a few numpy calls. Only the scheduler writes
-it: `schedule` writes promises (`cursor`, `pending`), `commit` turns them into facts (`tokens`, `num_tokens`).
+The table is a structure of arrays, so a step over a thousand rows is a few numpy calls. Only the scheduler writes it:
+`schedule` writes promises (`cursor`, `pending`), `commit` turns them into facts (`tokens`, `num_tokens`).
 
     tokens   t0 t1 t2 t3 t4 t5 | .  .          facts: num_tokens = 6
     cursor               ^ 5                   positions [0, 5) were handed to the device
     pending  0: nothing in flight              5 + 1 = num_tokens + pending: the next step feeds t5
 
-A row that gets a new owner, or loses one, gets a new epoch; a plan remembers the epoch of each row it samples, so that
-a result which comes back too late is known for what it is.
+A row gets a new epoch when it gains or loses an owner. A plan stores the epoch of each row it samples, so a late result
+is recognized.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIN_TOKENS = need("min_total")
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """What a client asked for. `tokens` is brought up to date when the request leaves its row."""
+    """A client's request. `tokens` is brought up to date when the request leaves its row."""
 
     id: str
     prompt: IntArray
@@ -46,7 +46,7 @@ class Request:
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     was_admitted: bool = False
-    scores: list[IntArray] = field(default_factory=list)  # of each generated token, if it asked for logprobs
+    scores: list[IntArray] = field(default_factory=list)  # of each generated token, if the request has logprobs
     prompt_scores: list[IntArray] = field(default_factory=list)  # [n, width] each: of prompt tokens 1, 2, ...
 
     def __post_init__(self) -> None:
@@ -67,22 +67,22 @@ class Request:
 
     @property
     def lacks_prompt_scores(self) -> bool:
-        """Some of the prompt's log-probabilities are wanted and not here yet."""
+        """Whether some requested log-probabilities of the prompt are still missing."""
         return self.params.prompt_logprobs is not None and self.num_prompt_scores < self.num_prompt - 1
 
     def resume_after(self, generated: IntArray) -> None:
-        """Before submission: go on after tokens sampled elsewhere, as a preempted request goes on after its own."""
+        """Before submission: continue after tokens sampled elsewhere, as a preempted request does after its own."""
         if len(self.prompt) + len(generated) >= self.limit:
             raise InvalidRequest(f"{len(generated)} generated tokens leave nothing to generate, limit {self.limit}")
         if self.params.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs come before the first generated token; ask no more for them")
         self.tokens = int_array(np.concatenate((self.prompt, generated)))
         if self.params.logprobs is not None:
-            self.scores = [np.empty(0, np.int32)] * len(generated)  # whoever has the tokens has their scores
+            self.scores = [np.empty(0, np.int32)] * len(generated)  # the scores come with the tokens
 
 
 class RowTable:
-    """The rows. Arrays are indexed by row; see the module's docstring for what they mean together."""
+    """The rows. Arrays are indexed by row; the module's docstring explains them."""
 
     def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
         self.num_rows = num_rows
@@ -103,13 +103,13 @@ class RowTable:
         self.min_total = self.seats["min_total"]  # a stop token counts from this many tokens on
         self.stop_ids = self.seats["stop_ids"]
         self.needs = np.zeros(num_rows, np.int64)  # bits of row_fields.need
-        self.num_logprobs = np.full(num_rows, -1, np.int64)  # likeliest tokens wanted with each sample; -1: none at all
+        self.num_logprobs = np.full(num_rows, -1, np.int64)  # likeliest tokens requested with each sample; -1: none
         self.blocks = np.zeros((num_rows, self.max_blocks), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.chain: list[int] = [0] * num_rows  # prefix-index entry of the last registered block
         self.num_chained: list[int] = [0] * num_rows  # blocks registered so far
         self.request: list[Request | None] = [None] * num_rows
-        self.num_scoring = 0  # requests here that want log-probabilities of any kind
+        self.num_scoring = 0  # requests with log-probabilities of any kind
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -152,7 +152,7 @@ class RowTable:
         return needs
 
     def unseat(self, request: Request) -> None:
-        """Take the facts back into the request and free its row; whatever is in flight for it is now an overrun."""
+        """Copy the facts back into the request and free its row; results still in flight for it are now overruns."""
         row = request.row
         request.tokens = self.tokens[row, : self.num_tokens[row]].copy()
         self.epoch[row] += 1
@@ -165,7 +165,7 @@ class RowTable:
         request.row = -1
 
     def check(self) -> None:
-        """Assert what must always hold. For tests and the checking mode."""
+        """Assert the invariants. For tests and the checking mode."""
         assert self.num_scoring == sum(request.wants_scores for request in self.request if request is not None)
         for row, request in enumerate(self.request):
             if request is None:

@@ -1,11 +1,11 @@
-"""What the device must know of a row's owner, declared once.
+"""The fields that the device keeps of each row's owner, declared once.
 
-A seat is one record of these fields. The host keeps the records of all rows in a column for each field, a plan carries
-the records of new owners, and the device keeps them as the rows of a matrix in which every field is a view. A new
-sampling parameter is a line here and a processor that reads it (runner/processors.py).
+A seat is one record of these fields. The host keeps a column of all rows for each field, a plan carries the records of
+new owners, and the device keeps them as the rows of a matrix in which every field is a view. A new sampling parameter
+is a line here and a processor that reads it (runner/processors.py).
 
-A field may have a neutral value. A row with any other value needs the processors that read the field, and a plan says
-what any of its sampled rows needs.
+A field may have a neutral value. A row with a different value needs the processors that read the field. A plan has the
+needs of all its sampled rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RowField:
     dtype: type[np.generic]
     of: Callable[[Request], Any]
     width: int = 1
-    neutral: float | None = None  # None: the field by itself is no reason to run a processor
+    neutral: float | None = None  # None: the field alone does not make a processor run
 
 
 def _stop_ids(request: Request) -> tuple[int, ...]:
@@ -41,13 +41,13 @@ def _stop_ids(request: Request) -> tuple[int, ...]:
 
 
 def _min_total(request: Request) -> int:
-    """No stop token may come into a place before this one, counted from 1."""
+    """The first place, counted from 1, at which a stop token may come."""
     least = request.params.min_tokens
     return min(request.num_prompt + least + 1, LARGEST) if least else 0
 
 
 def _if_drawn(name: str, neutral: float) -> Callable[[Request], float]:
-    """Filters mean nothing to a row that is greedy."""
+    """Greedy rows ignore filters."""
     return lambda request: getattr(request.params, name) if request.params.temperature > 0 else neutral
 
 
@@ -73,7 +73,7 @@ def need(*names: str) -> int:
 
 
 def write_seat(record: Any, request: Request) -> int:
-    """Fill a record of type SEAT from a request; return what the request needs."""
+    """Fill a record of type SEAT from a request; return the needs of the request."""
     for field in FIELDS:
         record[field.name] = field.of(request)
     neutral = ((field.name, field.neutral) for field in FIELDS if field.neutral is not None)

@@ -1,9 +1,9 @@
 """Decides what runs next, on promises, and turns results into facts.
 
 The only writer of requests and rows: `schedule` promises (cursor, pending), `commit` settles. Older requests come
-first in everything: they are admitted first, grow first, and when blocks run out the latest arrival gives way, to be
-computed again from its known tokens. So the oldest always advances, and nobody waits for ever.
-Knows no tensors, no device and no text.
+first: they are admitted first and grow first. When blocks run out, the latest arrival is preempted, and computed again
+from its known tokens. So the oldest always advances, and no request waits for ever. Knows no tensors, no device and no
+text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Scheduler:
         announce: Callable[[Request], None] = lambda request: None,
         pace: Pace | None = None,
     ) -> None:
-        """announce: called with each request that is about to get a row, before anything else is done for it."""
+        """announce: called with each request that is about to get a row, before any other work for it."""
         self.limits = limits
         self.pace = pace or Pace(math.inf, limits.max_batch_tokens)
         self._announce = announce
@@ -55,7 +55,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._preempted: set[int] = set()  # rows lost while the plan was made
-        self._last_purged_step = 0  # the last one planned when a failure threw all KV away
+        self._last_purged_step = 0  # the last one planned when a failure discarded all KV
 
     # -- who is here ---------------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class Scheduler:
             self.holds.release(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> Finished | None:
-        """End a request now, whatever is in flight for it. None if it is not here (any more)."""
+        """End a request now, even with steps in flight. None if it is unknown or has ended."""
         request = self._requests.get(request_id)
         return None if request is None else self._finish(request, reason)
 
@@ -125,7 +125,7 @@ class Scheduler:
         return self._promise(decodes, widths, chunks, seats)
 
     def _budget(self, decodes: LongArray) -> int:
-        """Prompt tokens that the step may have: as many as fit, or fewer where a stream would notice a long step."""
+        """Most prompt tokens of the step: as many as fit, or fewer where a long step would delay a stream."""
         fits = self.limits.max_batch_tokens - len(decodes)
         if (self._prefilling or self._waiting) and self.rows.streams[decodes].any():
             return min(fits, self.pace.chunk_tokens(len(decodes)))
@@ -173,7 +173,7 @@ class Scheduler:
         return self.tables.grow(row, length, lambda: self._preempt_after(int(self.rows.arrival[row])))
 
     def _preempt_after(self, arrival: int) -> bool:
-        """Make the latest arrival give way, if it came after this one."""
+        """Preempt the latest arrival, if it came after this one."""
         row = int(np.argmax(self.rows.arrival))
         if self.rows.arrival[row] <= arrival:
             return False
@@ -187,7 +187,7 @@ class Scheduler:
         return True
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> list[int]:
-        """Give rows to requests that wait, and return the rows."""
+        """Give rows to waiting requests, and return the rows."""
         seats: list[int] = []
         self.sharing.begin_plan(chunk.row for chunk in chunks)
         while budget > 0 and self.rows.num_free and (request := self._first_waiting()) is not None:
@@ -268,9 +268,10 @@ class Scheduler:
     def fail(self, plan: Plan, error: BaseException) -> Commit:
         """Settle a step that raised: end its requests, and compute all others again from their facts.
 
-        The step may have left any block it was to fill unwritten, and others may share those blocks. One that was
-        planned before an earlier failure was settled wrote nothing that anybody still has: it costs nobody anything,
-        or else those who start again would never see a step of their own come back while all steps fail.
+        The step may have left unwritten any block that it was to fill, and other requests may share those blocks. A
+        step that was planned before an earlier failure was settled wrote nothing that is still used, so its failure
+        affects no request. Otherwise requests that start again would never see one of their own steps come back while
+        all steps fail.
         """
         self.pace.end(plan)
         if plan.step <= self._last_purged_step:
@@ -296,7 +297,7 @@ class Scheduler:
         return Finished(request, reason, error)
 
     def _step_back(self, request: Request) -> None:
-        """From its row to the head of the queue; its known tokens go with it."""
+        """Move a request with its known tokens from its row to the head of the queue."""
         self._leave_row(request)
         self._waiting[request.id] = request
         self._waiting.move_to_end(request.id, last=False)

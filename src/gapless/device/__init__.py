@@ -1,4 +1,4 @@
-"""How order is expressed. `open_device` is the one place that knows which devices there are."""
+"""How order is expressed. Only `open_device` knows which devices there are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from gapless.errors import ConfigError
 
 
 def pick_device(name: str) -> str:
-    """The device that `name` means on this machine: itself, or for "auto" the best there is."""
+    """The device that `name` means on this machine: itself, or the best one for "auto"."""
     from gapless.device import cuda
 
     if name == "auto":
@@ -18,9 +18,9 @@ def pick_device(name: str) -> str:
 
 
 def open_device(name: str, *, seed: int | None = None, jitter: int | None = None, check: bool = False) -> Device:
-    """A device by the name that `pick_device` gave. With `check`, every overlap on it is checked.
+    """A device by the name from `pick_device`. With `check`, every overlap on it is checked.
 
-    `seed` chooses the order in which streams run, on a CPU; `jitter` shakes the timing, on any device.
+    `seed` chooses the order in which streams run, on a CPU. `jitter` adds random delays, on any device.
     """
     from gapless.device.checker import CheckedDevice
     from gapless.device.jitter import JitterDevice

@@ -1,9 +1,9 @@
-"""The words in which order is expressed: buffers, streams, events, and the device that makes them.
+"""The vocabulary of order: buffers, streams, events, and the device that makes them.
 
-A stream runs what it is given in order. Nothing orders two streams, or a stream and the host, but events:
-`record` marks a point on a stream, `wait` holds another stream back until that point, `synchronize` holds the host
-back. Semantics are CUDA's: `wait` and `synchronize` mean the latest `record` at the time they are called, and an event
-that was never recorded holds nobody back.
+A stream runs its operations in order. Only events order two streams, or a stream and the host: `record` marks a point
+on a stream, `wait` makes a different stream wait for that point, `synchronize` makes the host wait. Semantics are
+CUDA's: `wait` and `synchronize` refer to the latest `record` at the time they are called, and an event that was never
+recorded delays nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 class Buffer:
-    """Memory with a name. Whoever overlaps work on it is checked by that name."""
+    """Memory with a name, by which the checker identifies it."""
 
     __slots__ = ("array", "name", "tensor")
 
@@ -35,7 +35,7 @@ class Event(Protocol):
     name: str
 
     def synchronize(self) -> None:
-        """Hold the host back until the recorded point is reached; raise what the stream raised before it."""
+        """Make the host wait until the recorded point is reached; raise what the stream raised before it."""
 
     def query(self) -> bool:
         """True when `synchronize` would return at once."""
@@ -58,7 +58,7 @@ class Stream(Protocol):
         """Queue a wait for the latest record of `event`."""
 
     def pause(self, delay_s: float) -> None:
-        """Queue a delay. For checks that want another timing."""
+        """Queue a delay. For checks with different timing."""
 
 
 H2D, COMPUTE, D2H = range(3)  # the parts of a step, as a timer numbers them
@@ -72,9 +72,9 @@ class Timer(Protocol):
         """`fn`, timed where and when its stream runs it."""
 
     def read(self) -> tuple[float, ...]:
-        """Begin and end of each part, six numbers, NaN for what did not run; then forget them.
+        """Begin and end of each part, six numbers, NaN for parts that did not run; then forget them.
 
-        Waits for nothing: call it once the step's last event has passed.
+        Never waits: call it once the step's last event has passed.
         """
 
 
@@ -103,19 +103,19 @@ class Device(Protocol):
         """Make a timer, for one step at a time."""
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
-        """Make a zeroed buffer in device memory, or in host memory that copies can overlap with."""
+        """Make a zeroed buffer in device memory, or in host memory from which copies can be asynchronous."""
 
     def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
         """Declare that the host accesses these buffers now."""
 
     def release(self, label: str, buffers: Sequence[Buffer]) -> None:
-        """Declare that what these buffers hold is over: nobody may read it before it is written again."""
+        """Declare that the content of these buffers is no longer valid until they are written again."""
 
     def kv_budget(self, dry_run: Callable[[], None]) -> int:
-        """Bytes that a KV cache may take by default, when a step needs what `dry_run` needs besides."""
+        """Default size of a KV cache in bytes, when a step also needs what `dry_run` needs."""
 
     def memory_held(self) -> int:
-        """Bytes of device memory that were in use at most; 0 where that is the host's memory."""
+        """Most bytes of device memory in use so far; 0 where that is the host's memory."""
 
     def close(self) -> None:
-        """Let the streams run dry and stop them."""
+        """Finish the queued work and stop the streams."""

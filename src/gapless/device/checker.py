@@ -1,9 +1,9 @@
 """A device that raises when two overlapping accesses of one buffer are not ordered by an event.
 
-Wraps any device. Keeps a vector clock for the host and for each stream, moved forward by `record`, `wait` and
-`synchronize` as they are queued, so that a race is found whatever the timing of this run happened to be. A released
-buffer gets a new generation and is filled with poison: a read before the next write raises, and one that was not
-declared shows as nonsense. Sees what `run`, `touch` and `release` name, and nothing else.
+Wraps any device. Keeps a vector clock for the host and for each stream, advanced by `record`, `wait` and `synchronize`
+as they are queued, so a race is found at any timing. A released buffer gets a new generation and is filled with poison.
+A read before the next write raises, and an undeclared read shows as nonsense. Sees only the accesses that `run`,
+`touch` and `release` name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _join(clock: Clock, other: Clock) -> None:
 
 @dataclass(frozen=True)
 class Access:
-    """Somebody's latest read or write of a buffer."""
+    """The latest read or write of a buffer by one actor."""
 
     actor: str
     time: int
@@ -43,7 +43,7 @@ class Access:
 
 @dataclass
 class History:
-    """What is known of one buffer: its last write, each actor's last read since, and who gave it back unwritten."""
+    """The state of one buffer: its last write, each actor's last read since, and its release if unwritten since."""
 
     write: Access | None = None
     reads: dict[str, Access] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def _fill(tensor: torch.Tensor) -> None:
 
 
 class CheckedEvent:
-    """An event that remembers what its recording stream knew."""
+    """An event that stores the clock of its recording stream."""
 
     def __init__(self, inner: Event, checker: Checker) -> None:
         self.name = inner.name

@@ -1,8 +1,8 @@
-"""Streams and events on a CPU: the semantics of CUDA's, so that the whole pipeline runs and is tested anywhere.
+"""Streams and events on a CPU, with the semantics of CUDA's, so that the whole pipeline can be tested anywhere.
 
 Owns the worker threads. `CpuDevice()` gives each stream a thread. `CpuDevice(seed=n)` has no threads: it runs queued
-work on the caller's thread, at points and in an order drawn from the seed, any order that the events allow.
-Knows nothing of batches or models.
+work on the caller's thread, in an order drawn from the seed among those that the events allow. Knows nothing of batches
+or models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gapless.device.base import NEVER, Buffer, Event, Stream
 from gapless.errors import CapacityError
 
 KV_SHARE = 1 / 3  # of the free memory
-KV_CAP_BYTES = 8 * 2**30  # by default; a user may ask for more
+KV_CAP_BYTES = 8 * 2**30  # by default; a user may set more
 
 
 class Fence:
@@ -70,7 +70,7 @@ class CpuEvent:
 
 
 class Op:
-    """One entry of a stream's queue. `after` is what a wait waits for."""
+    """One entry of a stream's queue. `after` is the fence that a wait waits for."""
 
     __slots__ = ("after", "fn")
 
@@ -147,7 +147,7 @@ class CpuTimer:
 
 
 class Driver:
-    """Who runs the operations, and how the host waits. This one: a thread for each stream."""
+    """Runs the operations, and makes the host wait. This one has a thread for each stream."""
 
     def __init__(self) -> None:
         self._queues: dict[CpuStream, queue.SimpleQueue[Op | None]] = {}
@@ -214,7 +214,7 @@ class SeededDriver(Driver):
 
 
 class InlineDriver(Driver):
-    """Runs each operation at once, on the host's thread: no overlap, and no cost of its own. For measuring the host."""
+    """Runs each operation at once, on the host's thread, without overlap or overhead. For measuring the host."""
 
     def add(self, stream: CpuStream) -> None:
         pass
@@ -227,7 +227,7 @@ class InlineDriver(Driver):
 
 
 class CpuDevice:
-    """Three streams on a CPU. Without a driver, and without a seed to make one of, each gets a thread."""
+    """Three streams on a CPU. Without a driver or a seed, each stream gets a thread."""
 
     def __init__(self, seed: int | None = None, driver: Driver | None = None) -> None:
         self.torch_device = torch.device("cpu")
@@ -273,7 +273,7 @@ class CpuDevice:
 
 
 def available_memory() -> int:
-    """Bytes that can be had without swapping; half of all memory where the system does not tell."""
+    """Bytes available without swapping; half of all memory where the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024

@@ -1,7 +1,7 @@
 """Streams and events on an NVIDIA GPU.
 
-Three streams of our own, none of them the default one; host buffers in pinned memory. The host waits for an event
-by napping between looks, not spinning. Knows nothing of batches or models.
+Has three streams of its own, none of them the default stream, and host buffers in pinned memory. The host polls an
+event and naps between polls. Knows nothing of batches or models.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ ANCHOR_TRIES = 8
 RESERVE_BYTES = 6 * 2**30  # for captured graphs, the libraries' workspaces, and what the allocator cannot use
 REPLAYS = 6  # of a graph that is timed
 CYCLES_PER_S = 1.5e9  # about: of the clock that a pause counts
-NAP_S = 30e-6  # between two looks at an event; the system makes about 90 of it
+NAP_S = 30e-6  # between two polls of an event; the system makes about 90 of it
 
 
 class CudaEvent:
     """A CUDA event without timing.
 
-    A blocking wait of the driver is woken by an interrupt, which now and then comes milliseconds late; spinning takes a
-    whole core. Naps take neither.
+    A blocking wait of the driver is woken by an interrupt, which now and then comes milliseconds late. Spinning takes a
+    whole core. Naps avoid both.
     """
 
     def __init__(self, name: str) -> None:
@@ -50,7 +50,7 @@ class CudaStream:
     def run(
         self, fn: Callable[[], None], label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> None:
-        torch.cuda.set_stream(self.inner)  # and left so: to put the last one back costs more than a graph's launch
+        torch.cuda.set_stream(self.inner)  # not restored: that would cost more than a graph's launch
         fn()
 
     def record(self, event: Event) -> None:
@@ -69,14 +69,15 @@ class CudaStream:
 class CudaClock:
     """Puts points of the device's time on the host's clock.
 
-    The device measures from one event to another, in milliseconds of 32 bits: exact over a step, useless over an hour.
-    So each step is measured from the one before, and the sum is kept in 64 bits. The two clocks drift apart by some
-    microseconds a second; `settle` takes that out, since no work begins before it is queued nor ends after it was seen.
+    The device measures from one event to a later one, in milliseconds of 32 bits: exact over a step, useless over an
+    hour. So each step is measured from the previous one, and the sum is kept in 64 bits. The two clocks drift apart by
+    some microseconds a second. `settle` corrects that, since no work begins before it is queued or ends after it was
+    seen.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         best = float("inf")
-        for _ in range(ANCHOR_TRIES):  # once, at the start: the only time that it waits
+        for _ in range(ANCHOR_TRIES):  # once, at the start: the only wait
             event = torch.cuda.Event(enable_timing=True)
             before = time.perf_counter()
             event.record(stream)
@@ -86,17 +87,19 @@ class CudaClock:
                 best, self._time, self._event = after - before, (before + after) / 2, event
 
     def time(self, event: torch.cuda.Event) -> float:
-        """When an event was reached, one that has been."""
+        """When a passed event was reached."""
         return float(self._time + self._event.elapsed_time(event) / 1e3)
 
     def settle(self, queued: float, began: float, ended: float, seen: float) -> float:
-        """Move the clock so that work which was queued and seen to be over then lies between; return by how much."""
+        """Shift the clock so that work lies between its queueing and the moment it was seen to be over; return the
+        shift.
+        """
         shift = max(queued - began, 0.0) or min(seen - ended, 0.0)
         self._time += shift
         return shift
 
     def move(self, event: torch.cuda.Event) -> torch.cuda.Event:
-        """Measure from this event from now on; give back the one before, for further use."""
+        """Measure from this event from now on; return the previous one for reuse."""
         self._time = self.time(event)
         self._event, free = event, self._event
         return free
@@ -136,7 +139,7 @@ class CudaTimer:
         self._copies_in = False
         try:
             *copy_in, begin, end, d2h_end = (self._clock.time(event) for event in self._events[first:])
-        except RuntimeError:  # a device that failed tells no times
+        except RuntimeError:  # a failed device has no times
             return (NEVER,) * 6
         times = (*(copy_in or (NEVER, NEVER)), begin, end, end, d2h_end)
         shift = self._clock.settle(self._queued, times[first], d2h_end, time.perf_counter())
@@ -215,12 +218,12 @@ def is_available() -> bool:
 
 
 def most_memory() -> int:
-    """Bytes in use at most, since the start or the last `release_memory`."""
+    """Most bytes in use, since the start or the last `release_memory`."""
     return int(torch.cuda.max_memory_allocated())
 
 
 def replay_s(body: Callable[[], object]) -> float:
-    """Seconds of the device for what `body` queues: the best of a few replays of it as a captured graph."""
+    """Seconds of device time for the work that `body` queues: the best of a few replays as a captured graph."""
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -241,7 +244,7 @@ def replay_s(body: Callable[[], object]) -> float:
 
 
 def release_memory() -> None:
-    """Give back what the allocator keeps, and count the most anew."""
+    """Return the allocator's cached memory to the device, and restart the peak count."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,7 @@
-"""A device whose timing is shaken: random short delays of the host and of the streams, drawn from a seed.
+"""A device with random timing: short delays of the host and of the streams, drawn from a seed.
 
-Wraps any device, and changes when things happen but never in which order the events allow them. For checks on devices
-whose own order cannot be chosen. Knows nothing of batches or models.
+Wraps any device. Changes when operations run, but not the order that the events require. For checks on devices whose
+order cannot be chosen. Knows nothing of batches or models.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from gapless.device.base import Buffer, Device, Event, Stream
 from gapless.device.wrapper import WrappedDevice
 
-SHARE = 0.4  # of the operations that are held up
+SHARE = 0.4  # share of delayed operations
 LONGEST_S = 400e-6
 
 
 class JitterStream:
-    """A stream that now and then stands still before its next operation, or whose caller does."""
+    """A stream that now and then pauses before its next operation, or whose caller does."""
 
     def __init__(self, inner: Stream, dice: random.Random) -> None:
         self.name = inner.name
@@ -45,7 +45,7 @@ class JitterStream:
 
 
 class JitterDevice(WrappedDevice):
-    """Any device, shaken."""
+    """Any device, with random delays."""
 
     def __init__(self, inner: Device, seed: int) -> None:
         dice = random.Random(seed)

@@ -1,6 +1,6 @@
-"""A device around another one. What it does not change, it passes on.
+"""The base of devices that wrap a device. Everything that it does not change goes to the inner device.
 
-For devices that add something to all others: a checker, delays. Knows nothing of what they add.
+For devices that add something to any device: a checker, delays. Knows nothing of what they add.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gapless.device.base import Buffer, Device, Event, Stream, Timer
 
 
 class WrappedDevice:
-    """The inner device, its streams replaced by what `wrap` makes of them."""
+    """The inner device, with its streams replaced by the results of `wrap`."""
 
     def __init__(self, inner: Device, wrap: Callable[[Stream], Stream]) -> None:
         self._inner = inner

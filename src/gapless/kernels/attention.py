@@ -1,4 +1,4 @@
-"""The kernels of paged attention, in Triton, for NVIDIA GPUs; they run under Triton's interpreter too.
+"""The Triton kernels of paged attention for NVIDIA GPUs; they also run under Triton's interpreter.
 
 `decode` takes one token a row: norm, rope, KV write and attention in one, split over the keys, grouped query heads
 packed into one tile; the last split to finish adds up the parts. For chunks there are `rotate_and_store` and
@@ -41,7 +41,7 @@ def _store_new(
     heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the key of a row's new token, and put key and value of one head into the pool; both, [1, len(dim)]."""
+    """Rotate the key of a row's new token, store key and value of one head in the pool; both, [1, len(dim)]."""
     total: tl.constexpr = NUM_KV * (GROUP + 2)
     in_head = (dim < HEAD_DIM)[None, :]
     one = tl.arange(0, 1)
@@ -72,7 +72,7 @@ def _keys_and_values(
 
 @triton.jit
 def _take_in(scores, v, top, total, acc, PRECISION: tl.constexpr):
-    """One more tile of keys into a running softmax: the largest score, the sum of weights, the weighted values."""
+    """Add a tile of keys to a running softmax: the largest score, the sum of weights, the weighted values."""
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     fade = tl.exp2(top - new_top)
     weight = tl.exp2(scores - new_top[:, None])
@@ -83,7 +83,7 @@ def _take_in(scores, v, top, total, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _take_in_one(score, v, top, total, acc):
-    """The same for one more key."""
+    """The same for a single key."""
     new_top = tl.maximum(top, score)
     fade = tl.exp2(top - new_top)
     weight = tl.exp2(score - new_top)
@@ -207,7 +207,7 @@ def _add_up(
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of one KV head of one row, all at once."""
+    """Combine the parts of one KV head of one row, all at once."""
     part = tl.arange(0, NUM_SPLITS)
     group = tl.arange(0, GROUP_2)
     dim = tl.arange(0, BLOCK_D)

@@ -1,6 +1,6 @@
-"""Many schedules in a row: plays each at several depths, adds up, and makes the first failure small.
+"""Many schedules in a row: plays each at several depths, adds up the results, and shrinks the first failure.
 
-Owns the order of work of a check. Where schedules come from and where results go is the caller's affair.
+Owns the order of work of a check. The caller provides schedules and takes results.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Damage to a model on disk: one or a few random changes to its files, all drawn from the dice that are passed in.
+"""Damage to a model on disk: one or a few random changes to its files, all drawn from the given dice.
 
-Values in JSON are swapped for extremes, bytes are flipped and cut, files become folders, FIFOs and links. Knows the
-formats just well enough to hit what a reader looks at. Does not know what a reader makes of it.
+Values in JSON are replaced by extremes, bytes are flipped and cut, files become folders, FIFOs and links. Knows the
+formats just well enough to hit the parts that a reader uses. Does not know how a reader reacts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUMBERS = (0, 1, 2**8, 2**16, 2**31, 2**32, 2**60, 2**63, 2**64 - 1)
 
 
 def damage(dice: random.Random, folder: Path) -> str:
-    """Change the model in the folder; returns in words what was done."""
+    """Change the model in the folder; return a description of the changes."""
     changes = []
     for _ in range(dice.choice((1, 1, 1, 2, MOST_CHANGES))):
         files = sorted(path for path in folder.iterdir() if path.is_file() and path.stat().st_size < HOLE_BYTES)
@@ -59,7 +59,7 @@ def _dumped(content: Any) -> str:
 
 
 def _swap_in(dice: random.Random, content: Any) -> str:
-    """Walk to a random place and change what is there."""
+    """Walk to a random place and change the value there."""
     where: list[Any] = []
     holder = content
     while True:
@@ -90,7 +90,7 @@ def _change_item(dice: random.Random, holder: Any, key: Any) -> str:
 
 
 def _add_key(dice: random.Random, path: Path) -> str:
-    """A key that the file did not have, or the same one twice."""
+    """A key that the file did not have, or an existing one twice."""
     key, value = dice.choice(_KEYS), dice.choice(EXTREMES)
     text = path.read_bytes()
     path.write_bytes(text[:1] + f"{json.dumps(key)}: {_dumped(value)}, ".encode() + text[1:])
@@ -135,7 +135,7 @@ def _splice(dice: random.Random, path: Path) -> str:
 
 
 def _write_number(dice: random.Random, path: Path) -> str:
-    """A length or a count that says something else."""
+    """A wrong length or count."""
     content = bytearray(path.read_bytes())
     if len(content) >= 8:
         at = dice.choice((0, 8, 16, _place(dice, len(content) - 7)))
@@ -145,7 +145,7 @@ def _write_number(dice: random.Random, path: Path) -> str:
 
 
 def _change_header(dice: random.Random, path: Path) -> str:
-    """The JSON header of a safetensors file, with its length put right."""
+    """Change the JSON header of a safetensors file, with its length corrected."""
     content = path.read_bytes()
     end = 8 + struct.unpack("<Q", content[:8].ljust(8, b"\0"))[0]
     try:
@@ -159,7 +159,7 @@ def _change_header(dice: random.Random, path: Path) -> str:
 
 
 def _swap_metadata(dice: random.Random, path: Path) -> str:
-    """A number in a GGUF's metadata, for a value of any type; what follows moves with it."""
+    """Replace a number in a GGUF's metadata by a value of any type; the following bytes move with it."""
     content = path.read_bytes()
     places = [found.end() for found in _GGUF_NUMBER.finditer(content)]
     if not places:

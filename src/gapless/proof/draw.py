@@ -1,6 +1,6 @@
-"""Draws random schedules: arrivals, aborts, chunk sizes, memory so small that requests give way, orders of streams.
+"""Draws random schedules: arrivals, aborts, chunk sizes, so little memory that requests are preempted, stream orders.
 
-The same dice give the same schedule. Knows what a schedule may ask of its stage, and nothing of how it is played.
+The same dice give the same schedule. Knows the limits of a stage, and nothing of how a schedule is played.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gapless.proof.stage import Room
 
 @dataclass(frozen=True, slots=True)
 class Menu:
-    """What schedules may be made of."""
+    """The choices from which schedules are drawn."""
 
     block_sizes: Sequence[int] = (4, 8, 16)
     most_requests: int = 8
@@ -39,7 +39,7 @@ def draw_schedule(
     menu: Menu,
     vary: Vary = lambda dice, ask: ask,
 ) -> Schedule:
-    """A schedule of some of the asks, each perhaps more than once and each perhaps in another way."""
+    """A schedule of some of the asks, each perhaps more than once and each perhaps as a variant."""
     steady = dice.random() < menu.steady_share
     count = dice.randint(2, menu.most_requests)
     picked = [vary(dice, dice.choice(asks)) for _ in range(count)]
@@ -67,7 +67,7 @@ def draw_schedule(
 
 
 def _repeated(asks: Sequence[Ask], times: int) -> list[Ask]:
-    """The first of them so many times, as one client's `n` completions come; the others of the rest."""
+    """The first of them this many times, like one client's `n` completions, and others of the rest."""
     first = asks[0]
     copies = [dataclasses.replace(first, id=f"{first.id}.n{i}", seed=derive_seed(first.seed, i)) for i in range(times)]
     return [*copies, *asks[times:]]
@@ -86,7 +86,7 @@ def _place(dice: random.Random, ask: Ask, number: int, menu: Menu, *, steady: bo
 
 
 def _batch_tokens(dice: random.Random, num_rows: int, room: Room) -> int:
-    """Every row must fit into a step; small ones cut prompts into chunks."""
+    """Every row must fit into a step; a small value splits prompts into chunks."""
     wanted = dice.choice((num_rows, num_rows + 3, 8, 16, 33, 64, room.max_batch_tokens))
     return min(max(wanted, num_rows), room.max_batch_tokens)
 
@@ -100,7 +100,7 @@ def _failures(dice: random.Random, menu: Menu) -> tuple[int, ...]:
 def draw_asks(
     dice: random.Random, vocab_size: int, count: int, most_tokens: int, *, longest: int = 24, text_stops: bool = False
 ) -> list[Ask]:
-    """Requests of random tokens, many of which begin alike, with random sampling parameters."""
+    """Requests of random tokens, many with common prefixes, with random sampling parameters."""
     shared = [dice.randrange(vocab_size) for _ in range(longest)]
     asks = []
     for number in range(count):

@@ -1,9 +1,9 @@
-"""Random cases against every check, for as long as one likes: `python -m gapless.proof.fuzz --seconds 600`.
+"""Random cases against every check, for a given time: `python -m gapless.proof.fuzz --seconds 600`.
 
 The target `schedules` plays workloads with everything at once on tiny models of several families: prefix cache,
 preemption, aborts, stop strings and tokens, seeded draws, minimum lengths, steps that fail, block and chunk sizes,
-depths 1 to 4. A workload is its seed; one that fails is made small and written to a file that `gapless check --replay`
-plays. The other targets have modules of their own.
+depths 1 to 4. A seed determines a workload. A failing one is shrunk and written to a file, which `gapless check
+--replay` plays. The other targets have modules of their own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _stage(model: str) -> ModelStage:
 
 @cache
 def _kinds() -> tuple[str, str]:
-    """Every second model runs native steps, where there are any."""
+    """Every second model runs native steps, if they are available."""
     return "", "/native" if why_not(torch.float32) is None else ""
 
 
@@ -97,7 +97,7 @@ def _try(seed: int, number: int, tally: Tally) -> ProofFailure | None:
 
 
 def fuzz_schedules(seconds: float, seed: int, save: Path) -> Counter[str]:
-    """Play workloads, and write down those that fail."""
+    """Play workloads, and save those that fail."""
     torch.set_num_threads(1)
     tally, number, failures = run(seed, most_s=seconds, say=_say)
     _say(
@@ -135,10 +135,10 @@ TARGETS: dict[str, Callable[[float, int, Path], Counter[str]]] = {
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gapless.proof.fuzz", description=__doc__)
-    parser.add_argument("--target", choices=[*TARGETS, "all"], default="all", help="what to fuzz (default: all)")
-    parser.add_argument("--seconds", type=float, default=600.0, help="how long, all targets together (default: 600)")
-    parser.add_argument("--seed", type=int, default=None, help="where the cases come from (default: the clock)")
-    parser.add_argument("--save", default=".", metavar="DIR", help="where failing schedules are written")
+    parser.add_argument("--target", choices=[*TARGETS, "all"], default="all", help="target to fuzz (default: all)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time for all targets together (default: 600)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the cases (default: from the clock)")
+    parser.add_argument("--save", default=".", metavar="DIR", help="folder for failing schedules")
     args = parser.parse_args(argv)
     if not Path(args.save).is_dir():
         parser.error(f"--save: {args.save}: no such folder")

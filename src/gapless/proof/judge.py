@@ -1,9 +1,9 @@
 """Says whether a played schedule is right, and by which comparison.
 
-Where tokens may not depend on the batch (float32 on a CPU, the batch-invariant mode), each request is compared with
-the same request run alone at depth 1. Elsewhere rounding may depend on the batch, so the schedule is compared, step by
-step and bit for bit, with itself at depth 1 for as long as the batches are the same. Knows nothing of how schedules
-come about.
+Where tokens may not depend on the batch (float32 on a CPU, the batch-invariant mode), each request is compared with the
+same request run alone at depth 1. Elsewhere rounding may depend on the batch, so the schedule is compared, step by step
+and bit for bit, with itself at depth 1 for as long as the batches are the same. Knows nothing of where schedules come
+from.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PLAIN = Watch(conflicts=False, invariants=False)
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """What a request gives when nothing else runs."""
+    """The result of a request when nothing else runs."""
 
     tokens: tuple[int, ...]
     reason: str
-    scores: RequestScores  # of every token, whether the request asked for them or not
+    scores: RequestScores  # of every token, requested or not
 
     def cut(self, max_tokens: int) -> Alone:
         """The same with fewer tokens allowed."""
@@ -38,14 +38,14 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of one schedule."""
+    """The result of one schedule."""
 
     played: Played
     trouble: Trouble | None
     num_compared: int = 0  # tokens
     num_scores: int = 0  # log-probabilities compared
     num_ties: int = 0  # differences that rounding explains
-    num_apart: int = 0  # steps not compared, for the batches differed
+    num_apart: int = 0  # steps not compared, because the batches differed
 
 
 class Judge:
@@ -62,20 +62,20 @@ class Judge:
         return ALONE if self._stage.exact else SAME_BATCHES
 
     def verdict(self, schedule: Schedule) -> Verdict:
-        """Play a schedule with every check on, and compare what it gave."""
+        """Play a schedule with every check on, and compare the result."""
         played = play(self._stage, schedule)
         if played.trouble is not None:
             return Verdict(played, played.trouble)
         return self.compare(schedule, played)
 
     def compare(self, schedule: Schedule, played: Played) -> Verdict:
-        """Compare what a run without trouble gave with what is right."""
+        """Compare the result of a run without trouble with the right one."""
         return self._against_alone(schedule, played) if self._stage.exact else self._against_sync(schedule, played)
 
     # -- alone ---------------------------------------------------------------------------------------------------
 
     def alone(self, ask: Ask) -> Alone:
-        """What the request gives alone, in one row and at depth 1."""
+        """The result of the request alone, in one row and at depth 1."""
         most = max(self._most_tokens, ask.params.max_tokens)
         num_top = min(MAX_LOGPROBS, self._stage.config.vocab_size)
         of_prompt = None if ask.params.prompt_logprobs is None else num_top
@@ -170,7 +170,7 @@ def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 def _may_be_cut(ask: Ask, reason: str, *, failed: bool) -> bool:
-    """Whether the schedule says that the request may end before its time."""
+    """Whether the schedule allows the request to end early."""
     return (reason == "abort" and ask.abort is not None) or (reason == "error" and failed)
 
 
@@ -179,7 +179,7 @@ def _agrees(got: tuple[int, ...], reason: str, alone: Alone, *, is_cut: bool) ->
 
 
 def _streamed_right(played: Played, ask: Ask, num_tokens: int) -> bool:
-    """Tokens and log-probabilities went out as they are in the end; a request that stopped may have sent more."""
+    """Whether streamed values equal the final ones; a request that stopped may have streamed more."""
     sent = played.streamed.get(ask.id, [])[:num_tokens]
     scores = played.scores[ask.id].completion if ask.params.logprobs is not None else (None,) * num_tokens
     return tuple((news.token, news.logprob) for news in sent) == tuple(zip(played.tokens[ask.id], scores, strict=True))
@@ -204,7 +204,7 @@ def _difference(ask: Ask, got: tuple[int, ...], reason: str, alone: Alone, same:
 
 
 def _step_trouble(step: int, mine: Batch, theirs: Batch) -> Trouble | None:
-    """What is different in a step of the same members."""
+    """The difference between two steps with the same members."""
     for kind, got, right in (
         ("tokens", mine.tokens, theirs.tokens),
         ("log-probabilities", mine.scores, theirs.scores),

@@ -1,7 +1,7 @@
-"""Damaged model folders: every outcome is a result or an error of the tree, in bounded time and memory.
+"""Damaged model folders: every outcome is a result or an error from `errors`, in bounded time and memory.
 
-A case is a seed and a number. It writes a tiny model, damages it, loads it, and asks it for a few tokens. Cases run in
-worker processes with little address space, so that a crash or a hang is one more finding and not the end of the run.
+A seed and a number identify a case. It writes a tiny model, damages it, loads it, and generates a few tokens. Cases run
+in worker processes with little address space, so that a crash or a hang is a finding and not the end of the run.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _play_batch(seed: int, first: int, most: int, until: float, counts: Counter[
 
 
 def _next_outcome(ours: Connection, worker: multiprocessing.process.BaseProcess) -> tuple[str, str] | str:
-    """An outcome, and what was wrong with it; or why the worker is over."""
+    """An outcome, and the error in it; or why the worker has ended."""
     try:
         if ours.poll(CASE_SECONDS):
             outcome, trouble = ours.recv()
@@ -112,12 +112,12 @@ def _work(theirs: Connection, seed: int, first: int, most: int, play: Play) -> N
 def _outcome(seed: int, number: int, play: Play) -> tuple[str, str]:
     try:
         return play(seed, number), ""
-    except BaseException:  # a library that panics raises what is no Exception
+    except BaseException:  # a library that panics raises something that is not an Exception
         return FAILED, traceback.format_exc()
 
 
 def play_case(seed: int, number: int, say: Say = lambda text: None) -> str:
-    """Write, damage, load and run one model; the name of what came of it. Raises whatever should not come."""
+    """Write, damage, load and run one model; return the name of the outcome. Raises any unexpected error."""
     dice = random.Random(f"{seed}/{number}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -138,7 +138,7 @@ def _try(folder: Path, *, native: bool, say: Say) -> str:
 
 
 def _ask(llm: LLM) -> str:
-    """Tokens, a text and a chat; a damaged tokenizer or template may refuse the last two."""
+    """Generate from tokens, a text and a chat; a damaged tokenizer or template may refuse the last two."""
     params = SamplingParams(max_tokens=3)
     outcomes = [completion.error for completion in llm.generate([[1, 2, 3], [4]], params)]
     for ask in (lambda: llm.generate("Hello", params)[0], lambda: llm.chat(_MESSAGES, params)):
@@ -152,7 +152,7 @@ def _ask(llm: LLM) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Play one case again, in this process."""
+    """Replay one case in this process."""
     parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description="Play one damaged model again.")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--case", type=int, required=True)

@@ -1,8 +1,8 @@
 """Part files damaged at random: `python -m gapless.proof.fuzz --target part-files`.
 
-A run is stopped at a random result, its part file is mutated, and the run goes on from there, often more than once.
-Each time it either gives the file of an undisturbed run, to the byte, or is refused with a GaplessError. A result that
-no run produced is never accepted.
+A run is stopped at a random result, its part file is mutated, and the run resumes from there, often more than once.
+Each time the outcome is either the file of an undisturbed run, to the byte, or a refusal with a GaplessError. A result
+that no run produced is never accepted.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def fuzz_part_files(seconds: float, seed: int, most_cases: int | None = None) ->
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings that go with skipped lines."""
+    """Without the warnings about skipped lines."""
     logging.disable(logging.WARNING)
     try:
         yield
@@ -127,7 +127,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _play(dice: random.Random, folder: Path) -> list[str]:
-    """One case: what each resume came to."""
+    """One case: the outcome of each resume."""
     records = _draw_records(dice)
     path = folder / "out.jsonl"
     wanted = _whole(folder / "wanted.jsonl", records)
@@ -173,7 +173,7 @@ def _mutate(dice: random.Random, part: Path) -> None:
 
 
 def _run(path: Path, records: list[Record], most: int, *, skip_damaged: bool) -> None:
-    """Resume, complete so many results at most, and stop as if killed."""
+    """Resume, complete at most this many results, and stop as if killed."""
     file = ResultFile(path, "run", len(records), skip_damaged=skip_damaged)
     for record in [record for record in records if record["index"] not in file.done][:most]:
         file.add(record)

@@ -1,7 +1,7 @@
 """Plays one schedule: the real loop, scheduler, slots and streams, step by step and without a clock.
 
-Arrivals and aborts come before the step that the schedule names, or as soon as nothing else is left to run, so that a
-run depends on nothing but the schedule. Collects tokens, batches and whatever went wrong; judges nothing.
+Arrivals and aborts come before the step that the schedule names, or as soon as nothing else is left to run. So a run
+depends only on the schedule. Collects tokens, batches and errors, but does not judge them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from gapless.proof.stage import Cast, Stage
 from gapless.runner.fill import Filled
 from gapless.text.assembler import Assembler
 
-JUNK = 7  # in fresh KV memory that nobody cleans: attention may touch it where its weight is 0
+JUNK = 7  # in fresh KV memory that is not cleared: attention may read it where its weight is 0
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Who looks while a schedule is played."""
+    """The detectors that are on while a schedule is played."""
 
     conflicts: bool = True  # the happens-before checker, the block ledger, poison
     invariants: bool = True  # rows and blocks conserved between steps
@@ -46,7 +46,7 @@ ALL = Watch()
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What ended a run before its time, or should have."""
+    """An error that ended a run early, or should have."""
 
     kind: str  # "conflict", "invariant", "tokens" or "log-probabilities"
     message: str
@@ -59,12 +59,12 @@ class Member(NamedTuple):
     start: int  # its first position
     num_positions: int
     kind: str  # "decode", "chunk", or "last chunk", which is followed by a sample
-    num_targets: int = 0  # prompt tokens whose log-probabilities are asked of this chunk
+    num_targets: int = 0  # prompt tokens whose log-probabilities this chunk gives
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: who was in it, and what it sampled; nothing when it failed."""
+    """One step: its members, and the tokens it sampled; none when it failed."""
 
     members: tuple[Member, ...]
     tokens: tuple[int, ...] = ()  # of the sampled members
@@ -74,7 +74,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Played:
-    """What came of a schedule."""
+    """The result of a schedule."""
 
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def play(
 
 
 class Player:
-    """One run. Feeds the loop and takes what it delivers."""
+    """One run. Feeds the loop and takes its results."""
 
     def __init__(
         self,
@@ -237,14 +237,14 @@ class Failing:
 
 @torch.inference_mode()
 def forget(cast: Cast, junk: float) -> None:
-    """Leave nothing of earlier runs in KV memory. Rows may keep what they held: no right step reads it."""
+    """Clear KV memory of earlier runs. Rows may keep their content: no correct step reads it."""
     for layer in cast.layers:
         layer[: cast.limits.num_blocks] = junk
         layer[cast.limits.num_blocks :] = 0  # nobody's, and never over
 
 
 class NotingExecutor:
-    """An executor that writes down each step's members and samples, and knows which steps must fail."""
+    """An executor that records each step's members and samples, and knows which steps must fail."""
 
     def __init__(
         self, inner: Executor, scheduler: Scheduler, played: Played, failures: Sequence[int] | None, depth: int

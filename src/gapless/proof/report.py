@@ -1,4 +1,4 @@
-"""What a check found: counts for people and for machines, and the file from which a failure is played again.
+"""The results of a check: counts for people and for machines, and the file that replays a failure.
 
 Owns the words of the verdict and the format of both files. Plays nothing.
 """
@@ -24,14 +24,14 @@ FEW_TIES, TIE_SHARE = 3, 1e-3  # more ties than these, of the tokens compared, a
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over all schedules. Only ever grows."""
+    """Counts over all schedules. They only grow."""
 
     num_schedules: int = 0  # each depth counts
     num_steps: int = 0
     num_compared: int = 0  # tokens
     num_scores: int = 0  # log-probabilities compared
     num_ties: int = 0
-    num_apart: int = 0  # steps whose batch was another at depth 1
+    num_apart: int = 0  # steps whose batch was different at depth 1
     num_preemptions: int = 0
     num_aborted: int = 0
     num_failed: int = 0  # requests ended by a step that was made to fail
@@ -42,7 +42,7 @@ class Tally:
     num_block_reads: int = 0  # places of the KV cache
     num_conflicts: int = 0
     num_broken: int = 0  # invariants
-    num_different: int = 0  # schedules with other tokens or log-probabilities
+    num_different: int = 0  # schedules with different tokens or log-probabilities
 
     def add(self, verdict: Verdict) -> None:
         played, counters = verdict.played, verdict.played.counters
@@ -72,7 +72,7 @@ class Tally:
 
     @property
     def why_not(self) -> str | None:
-        """Why this is no pass, in few words."""
+        """Why this is not a pass, in a few words."""
         if self.num_conflicts + self.num_broken + self.num_different > 0:
             return "something is wrong; the smallest schedule that shows it follows"
         if self.num_compared == 0:
@@ -84,10 +84,10 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class ProofFailure:
-    """A schedule that shows something wrong, and on what it was played."""
+    """A failing schedule, and the stage it was played on."""
 
     model: str
-    options: Mapping[str, Any]  # of the engine, as far as they count
+    options: Mapping[str, Any]  # of the engine, as far as they matter
     room: Room
     most_tokens: int
     schedule: Schedule

@@ -1,7 +1,7 @@
-"""A schedule as a value: which requests come before which step, what is aborted, what fails, on how much memory.
+"""A schedule as a value: arrivals, aborts and failures by step, and the available memory.
 
-Everything that decides a run is in it, so that a schedule and a model give the same run again. Written to JSON and
-read back unchanged. Knows no engine.
+It contains everything that decides a run, so a schedule and a model reproduce the run. Written to JSON and read back
+unchanged. Knows no engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gapless.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: what is asked, before which step it comes, and before which it is aborted."""
+    """One request: its parameters, the step before which it arrives, and the step before which it is aborted."""
 
     id: str
     prompt: tuple[int, ...]
@@ -29,7 +29,7 @@ class Ask:
 
     @property
     def length(self) -> int:
-        """Prompt and output together at most."""
+        """Prompt and output together, at most."""
         return len(self.prompt) + self.params.max_tokens
 
 

@@ -1,7 +1,7 @@
-"""Log-probabilities of a request that ended, and whether they are those of another run of it.
+"""Log-probabilities of a finished request, compared with those of a second run.
 
-Where bits may not depend on the batch they must be equal; where float32 rounds they must be near. Tokens that are
-equally likely may stand in any order among the likeliest. Knows no schedule.
+Where bits may not depend on the batch they must be equal; where float32 rounds they must be close. Tokens that are
+equally likely may be in any order among the likeliest. Knows no schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RANK_SHARE = 1e-3  # where rounding is allowed, ranks may differ by one, and by 
 
 @dataclass(frozen=True, slots=True)
 class RequestScores:
-    """One for each token that they were asked for; none where they were not."""
+    """One for each token for which they were requested; otherwise none."""
 
     completion: tuple[TokenLogprob, ...] = ()
     prompt: tuple[TokenLogprob | None, ...] = ()  # None: the first, or left out by an early end
@@ -31,7 +31,7 @@ class RequestScores:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request's scores beside the right ones, as far as they can be compared."""
+    """A request's scores and the right ones, as far as they can be compared."""
 
     params: SamplingParams
     got: RequestScores
@@ -40,7 +40,7 @@ class Asked:
     is_whole: bool  # no prompt token's may be missing
 
     def compare(self, rounding: float) -> tuple[int, str | None]:
-        """How many are right before the first that is not, and what is wrong with that one."""
+        """How many are right before the first wrong one, and what is wrong with it."""
         num_right = 0
         for name, num_top, got, right in self._pairs():
             if got is None or right is None or not is_near(got, right, num_top, rounding):
@@ -62,14 +62,14 @@ class Asked:
 
 
 def is_near(got: TokenLogprob, right: TokenLogprob, num_top: int, rounding: float) -> bool:
-    """Whether one is the other, but for rounding; 0 allows none. `right` may have more than `num_top` tokens."""
+    """Whether they are equal except for rounding; 0 allows none. `right` may have more than `num_top` tokens."""
     ranks = abs(got.rank - right.rank) <= (1 + RANK_SHARE * right.rank if rounding else 0)
     own = got.token == right.token and abs(got.logprob - right.logprob) <= rounding and ranks
     return own and len(got.top) == num_top and len(dict(got.top)) == num_top and _tops_near(got, right, rounding)
 
 
 def _tops_near(got: TokenLogprob, right: TokenLogprob, rounding: float) -> bool:
-    """Place by place as likely, and each token as likely as in the other; one that is not there was next in line."""
+    """Equally likely place by place, and each token as likely as in the other; a missing one was next in line."""
     known = dict(right.top)
     return all(
         abs(logprob - there) <= rounding and abs(logprob - known.get(token, right.top[-1][1])) <= rounding

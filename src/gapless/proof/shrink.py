@@ -1,7 +1,7 @@
-"""Makes a failing schedule small: fewer requests, fewer tokens, simpler options, as long as it still fails.
+"""Shrinks a failing schedule: fewer requests, fewer tokens, simpler options, as long as it still fails.
 
 Tries one simplification after another and keeps each that still fails in the same way, until none does. Knows
-schedules; what failing means is the caller's affair.
+schedules. The caller defines failing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def shrink(
     most_tries: int = 600,
     most_s: float = 60,
 ) -> Shrunk:
-    """The smallest schedule that still fails. `most_blocks` is how many blocks of its size there may be."""
+    """The smallest schedule that still fails. `most_blocks` limits the blocks of its size."""
     deadline = time.monotonic() + most_s
     tried: set[Schedule] = set()
     found = True

@@ -1,7 +1,7 @@
-"""Where schedules are played: a model loaded once, and a runner for each block size.
+"""Stages for schedules: a model loaded once, and a runner for each block size.
 
-A runner is made for the most that any schedule may ask, and lasts; scheduler, streams and checker are new for each
-schedule. Owns the model and the memory. Knows no schedule.
+A runner is made for the largest schedule and reused. Scheduler, streams and checker are new for each schedule. Owns the
+model and the memory. Knows no schedule.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LONE_BLOCK_SIZE = 16  # every device has it
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The most that a schedule on this stage may ask for."""
+    """The most that a schedule on this stage may need."""
 
     num_rows: int
     num_places: int  # of the KV cache, in tokens
@@ -61,7 +61,7 @@ class Cast:
 
 
 class Stage(Protocol):
-    """What playing a schedule needs."""
+    """Everything that playing a schedule needs."""
 
     room: Room
     tokenizer: Tokenizer | None

@@ -1,8 +1,8 @@
-"""Whether two different tokens are a matter of rounding.
+"""Whether rounding explains two different tokens.
 
-Float32 sums depend on their order, and the order on the shape of the batch. Where two tokens are equally likely to
-within that, or a random draw falls on the border between two, either is right. The model says so itself: its logits,
-computed anew from the whole history, are shaken a little, and if the sampler then picks the other token too, it is a
+Float32 sums depend on their order, and the order on the shape of the batch. If two tokens are equally likely within
+that error, or a random draw falls on the border between two, either is right. The model itself decides: its logits are
+computed again from the whole history and perturbed a little. If the sampler then also picks the second token, it is a
 tie. Knows no schedule and no pipeline.
 """
 
@@ -26,7 +26,7 @@ NUM_TRIALS = 64
 
 @torch.inference_mode()
 def is_tie(stage: ModelStage, ask: Ask, known: tuple[int, ...], other: int) -> bool:
-    """Whether the sampler may as well pick `other` after these known tokens."""
+    """Whether the sampler could equally pick `other` after these known tokens."""
     history = (*ask.prompt, *known)
     logits = next_logits(stage, history)
     noise = torch.randn((NUM_TRIALS, len(logits)), generator=torch.Generator().manual_seed(0), dtype=logits.dtype)

@@ -1,7 +1,7 @@
-"""Tiny models of several families with random weights, made in memory: what the fuzz runs on.
+"""Tiny models of several families with random weights, made in memory, for the fuzz.
 
-Weights are wide, so that attention is sharp: a change of any earlier token, or of its place, changes what follows. The
-tokenizer has a character for each token. Knows nothing of schedules.
+Weights have a wide spread, so that attention is sharp: a change of any earlier token, or of its position, changes the
+output. The tokenizer has a character for each token. Knows nothing of schedules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Other ways to ask for the same prompt: greedy or drawn, by another seed, with log-probabilities, with stops.
+"""Variants of a request with the same prompt: greedy or sampled, with a different seed, log-probabilities or stops.
 
-Stops are taken from what the prompt gives alone, so that they are met. A prompt has few variants, always the same, so
-that what each gives alone is computed once. Knows no schedule.
+Stops are taken from the output of the prompt alone, so that they occur. A prompt has few variants, always the same, so
+that the output of each alone is computed once. Knows no schedule.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Variety:
 
 
 def _stop_at(dice: random.Random, ask: Ask, tokens: tuple[int, ...]) -> Ask:
-    """Stops at a token that it is known to give."""
+    """Stops at a token that it is known to generate."""
     if not tokens or len(ask.stop_ids) >= MAX_STOP_IDS:
         return ask
     return replace(ask, stop_ids=tuple(dict.fromkeys((*ask.stop_ids, dice.choice(tokens)))))
 
 
 def _stop_later(dice: random.Random, ask: Ask, tokens: tuple[int, ...]) -> Ask:
-    """Would stop at its first token, if it were not for its minimum length."""
+    """Would stop at its first token without its minimum length."""
     least = min(max(2, ask.params.min_tokens), ask.params.max_tokens)
     return replace(_stop_at(dice, ask, tokens[:1]), params=replace(ask.params, min_tokens=least))

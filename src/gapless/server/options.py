@@ -1,6 +1,6 @@
-"""Server options and limits: what an operator may set. Names, defaults and help texts; the flags are made from them.
+"""Server options and limits: names, defaults and help texts, from which the flags are made.
 
-Frozen, and each value valid once it exists. Knows nothing of the engine's own options.
+Frozen, and each value is valid once it exists. Knows nothing of the engine's own options.
 """
 
 from __future__ import annotations
@@ -26,35 +26,33 @@ class ServerOptions:
 
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
     port: int = _option(8000, "port to listen on; 0 picks a free one")
-    served_model_name: tuple[str, ...] = _option((), "names by which clients may ask for the model; repeatable")
+    served_model_name: tuple[str, ...] = _option((), "name of the model for clients; repeatable")
     api_key: tuple[str, ...] = _option((), "key that clients must send; repeatable; also from GAPLESS_API_KEY")
-    api_key_file: str | None = _option(None, "file with one key a line")
+    api_key_file: str | None = _option(None, "file with one key per line")
     cors_origin: tuple[str, ...] = _option((), "origin whose pages may call the server from a browser; repeatable")
-    allowed_host: tuple[str, ...] = _option((), "name in the Host header to allow beside the server's own; * is any")
-    ssl_certfile: str | None = _option(None, "certificate chain in PEM format: speak HTTPS")
-    ssl_keyfile: str | None = _option(None, "its private key; default: in the same file")
+    allowed_host: tuple[str, ...] = _option((), "further name to allow in the Host header; * is any")
+    ssl_certfile: str | None = _option(None, "certificate chain in PEM format, for HTTPS")
+    ssl_keyfile: str | None = _option(None, "private key of the certificate; default: in the same file")
     log_file: str | None = _option(None, "append the JSON log to this file; default: standard error")
-    max_queue: int = _option(1024, "requests that may wait beyond those that run; more get status 429")
-    max_per_client: int = _option(0, "of those that run or wait, at most so many of one key, or address; 0 is any")
-    max_body: str = _option("4MiB", "size of a request body at most")
-    max_n: int = _option(16, "choices for one prompt at most")
-    max_choices: int = _option(1024, "prompts of one request times n at most")
-    max_output_tokens: int = _option(2**20, "max_tokens of one request at most")
-    default_max_tokens: int = _option(4096, "max_tokens of chats and responses that set none; fewer where fewer fit")
-    max_logprobs: int = _option(20, f"top_logprobs of one request at most; {MAX_LOGPROBS} is the most there can be")
-    max_stop: int = _option(16, f"stop strings of one request at most; {MAX_STOP_STRINGS} is the most there can be")
-    max_stop_length: int = _option(256, "characters of one stop string at most")
+    max_queue: int = _option(1024, "most waiting requests, beyond those that run; further ones get status 429")
+    max_per_client: int = _option(0, "most running and waiting requests of one key, or address; 0 is no limit")
+    max_body: str = _option("4MiB", "largest request body")
+    max_n: int = _option(16, "most choices for one prompt")
+    max_choices: int = _option(1024, "most prompts of one request times n")
+    max_output_tokens: int = _option(2**20, "largest max_tokens of one request")
+    default_max_tokens: int = _option(4096, "max_tokens of chats and responses that do not set it; less if less fits")
+    max_logprobs: int = _option(20, f"largest top_logprobs of one request, up to {MAX_LOGPROBS}")
+    max_stop: int = _option(16, f"most stop strings of one request, up to {MAX_STOP_STRINGS}")
+    max_stop_length: int = _option(256, "most characters of one stop string")
     request_timeout: float = _option(600.0, "seconds that one request may take, queue included")
     header_timeout: float = _option(10.0, "seconds that a client may take to send the headers of a request")
     body_timeout: float = _option(30.0, "seconds that a client may take to send its request body")
-    write_timeout: float = _option(60.0, "seconds without a byte taken of a stream, before its client is gone")
+    write_timeout: float = _option(60.0, "seconds without a byte read from a stream before its client counts as gone")
     template_timeout: float = _option(2.0, "seconds that the chat template may take to render a conversation")
     health_timeout: float = _option(10.0, "seconds that the engine may take to answer /health")
-    load_timeout: float = _option(
-        120.0, "seconds without progress of a load after which the engine is killed and restarted"
-    )
-    step_timeout: float = _option(60.0, "seconds without a step's end after which the engine is killed and restarted")
-    drain_timeout: float = _option(30.0, "seconds that running requests get to finish after SIGTERM")
+    load_timeout: float = _option(120.0, "seconds without progress of a load before the engine is killed and restarted")
+    step_timeout: float = _option(60.0, "seconds without the end of a step before the engine is killed and restarted")
+    drain_timeout: float = _option(30.0, "seconds that running requests have to finish after SIGTERM")
 
     def __post_init__(self) -> None:
         parse_bytes("max_body", self.max_body)
@@ -92,10 +90,11 @@ class ServerOptions:
             return False
 
     def allowed_hosts(self, *, has_keys: bool) -> frozenset[str]:
-        """Names that the Host header may have; none is any.
+        """Names that the Host header may have; an empty set allows any.
 
-        A page of another site can point its own name at the loopback address and then is of the same origin as a
-        server there. Its browser still says the name. A key would stop it too, and so would a server that others reach.
+        This stops DNS rebinding. A page of a foreign site can point its own name at the loopback address, and then has
+        the same origin as a server there. Its browser still sends the name. With a key, or on a server that others can
+        reach anyway, names are checked only if some are given.
         """
         if "*" in self.allowed_host or not (self.allowed_host or (self.is_loopback and not has_keys)):
             return frozenset()

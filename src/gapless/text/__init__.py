@@ -1,6 +1,6 @@
 """ids <-> text: the tokenizer, chat templates, incremental detokenization and stop strings.
 
-Imports no torch. `load_tokenizer` is the way in; the modules below it take plain values.
+Imports no torch. `load_tokenizer` is the entry point; the modules below it take plain values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Builds the text of one completion as its tokens come in.
+"""Builds the text of one completion as its tokens arrive.
 
-Owns the text state of a request: what was shown, what is held back, where a stop string ended it. A stop string counts
-only if it becomes complete with a token past the first `min_tokens`. Knows no engine.
+Owns the text state of a request: the text shown, the text held back, and the stop string that ended it. A stop string
+counts only if a token past the first `min_tokens` completes it. Knows no engine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gapless.text.tokenizer import Tokenizer
 
 
 class Assembler:
-    """Tokens in, text out. Without a tokenizer there is no text, and nothing to stop at."""
+    """Tokens in, text out. Without a tokenizer there is no text and no stop string."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), *, min_tokens: int = 0, tells_starts: bool = False
@@ -29,7 +29,7 @@ class Assembler:
         self._tells_starts = tells_starts
         self.num_shown = 0  # characters
         self.token_ids: list[int] = []
-        self.starts: list[int] = []  # where in the text each token begins, if asked for; the text may end before
+        self.starts: list[int] = []  # where in the text each token begins, if requested; the text may end before
         self.stop: str | None = None  # the stop string that ended the text
 
     @property
@@ -57,9 +57,9 @@ class Assembler:
         return self._take(self._detokenizer.push([token]) if self._detokenizer else "")
 
     def num_in_text(self, *, finished: bool, stopped: bool = False) -> int:
-        """How many tokens the shown text has something of; needs their starts.
+        """How many tokens contribute to the shown text; needs their starts.
 
-        `finished`: nothing more comes; `stopped`: because of a stop token, which is left out if it shows no text.
+        `finished`: no more tokens follow. `stopped`: a stop token ended the text, and is left out if it shows no text.
         """
         if self._detokenizer is None:
             return len(self.token_ids)
@@ -69,7 +69,7 @@ class Assembler:
         return len(self.token_ids) - hidden
 
     def finish(self) -> str:
-        """The rest of the text: nothing more comes."""
+        """The rest of the text, after the last token."""
         if self.stop is not None:
             return ""
         rest = self._take(self._detokenizer.finish() if self._detokenizer else "")

@@ -1,6 +1,6 @@
 """Chat messages to prompt text, by the model's own Jinja template.
 
-Knows what a message must look like and what transformers offers to templates, so that both render the same text.
+Knows the form of messages and the functions that transformers offers to templates, so that both render the same text.
 Templates come with models and are not trusted: they run in Jinja's immutable sandbox. Does not know tokens.
 """
 
@@ -25,7 +25,7 @@ _END = "FINAL_MESSAGE_ENDS_HERE "  # its space tells whether the template trims 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a template renders: messages, and the values that come with them."""
+    """The input of a template: messages, and further values."""
 
     messages: list[dict[str, Any]]
     extra: Mapping[str, Any]
@@ -46,9 +46,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **extra: Any,
     ) -> str:
-        """The prompt text. It holds the special tokens already: encode it with `add_special_tokens=False`.
+        """The prompt text. It already contains the special tokens: encode it with `add_special_tokens=False`.
 
-        With `continue_final_message` it ends where the final message does, so that the model goes on with it.
+        With `continue_final_message` it ends where the final message does, so that the model continues it.
         """
         if self._template is None:
             raise InvalidRequest("the model has no chat template; send a plain prompt instead of messages")

@@ -49,11 +49,11 @@ def _last_safe_cut(text: str) -> int:
 
 
 def _is_safe_cut(text: str, cut: int) -> bool:
-    """No replacement reaches across `cut`, whatever follows.
+    """Whether no replacement reaches across `cut`, for any following text.
 
-    Every pattern starts with a space and only spaces are ever removed. So nothing reaches across when no space is near
-    before the cut; or when the cut is before a space and the character before it cannot stand before the space of
-    " ' " (that is ') nor before the ' that " ' " leaves behind (that is n).
+    Every pattern starts with a space, and only spaces are ever removed. So nothing reaches across in two cases. Either
+    no space is near before the cut. Or the cut is before a space, and the character before it cannot stand before the
+    space of " ' " (that is ') nor before the ' that " ' " leaves behind (that is n).
     """
     near = text[max(0, cut - _LONGEST + 1) : cut]
     if len(near) == _LONGEST - 1 and " " not in near:

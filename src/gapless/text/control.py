@@ -1,6 +1,7 @@
-"""The special tokens of a vocabulary: where a text has them, and the ids of text that must not have any.
+"""The special tokens of a vocabulary: finds them in a text, and encodes text without them.
 
-Knows the tokenizers library's own matching, so that it finds what an encoding would find. Does not know messages.
+Uses the tokenizers library's own matching, so that it finds exactly what an encoding would find. Does not know
+messages.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _IN_NO_VOCABULARY = "\U0010fffe"  # a noncharacter
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A special token in a text: its id and the characters that it takes."""
+    """A special token in a text: its id and its characters."""
 
     id: int
     start: int
@@ -45,7 +46,7 @@ class ControlTokens:
         return frozenset(self._texts)
 
     def prepare(self) -> None:
-        """Build now what `encode_around` needs; a large vocabulary takes half a second."""
+        """Build what `encode_around` needs in advance; a large vocabulary takes half a second."""
         assert self._unknown_ids is not None
 
     def marks_in(self, text: str) -> set[str]:
@@ -56,13 +57,13 @@ class ControlTokens:
         return {char for char in set(text) if not self._marks.isdisjoint(char + normalize(char))}
 
     def find(self, text: str) -> list[Span]:
-        """The special tokens that an encoding of the text would have, in order."""
+        """The special tokens that an encoding of the text would contain, in order."""
         found = _encode(self._finder, text)
         pairs = zip(found.ids, found.offsets, strict=True)
         return [Span(self._id_of[id], *offsets) for id, offsets in pairs if id in self._id_of]
 
     def encode_around(self, text: str, spans: Sequence[Span], originals: Mapping[int, str]) -> list[int]:
-        """The spans as special tokens, and what is between them as plain text after `str.translate(originals)`."""
+        """Encode the spans as special tokens, and the rest as plain text after `str.translate(originals)`."""
         ends = [0, *(span.end for span in spans)]
         starts = [*(span.start for span in spans), len(text)]
         pieces = [text[end:start].translate(originals) for end, start in zip(ends, starts, strict=True)]
@@ -72,7 +73,7 @@ class ControlTokens:
         return ids
 
     def _encode_plain(self, text: str, *, is_first: bool) -> list[int]:
-        """Behind the anchor a text is in the middle of another: some tokenizers put a space before the first."""
+        """Encode a text as if it followed other text: some tokenizers put a space before the first one."""
         if not text:
             return []
         backend, anchor = self._plain
@@ -80,7 +81,7 @@ class ControlTokens:
         return [id for each in ids for id in self._spelled(each)]
 
     def _spelled(self, id: int) -> Sequence[int]:
-        """A model may make a special token of plain text all by itself; its characters make the same text."""
+        """Replace special tokens that the model itself makes of plain text by tokens of their characters."""
         if id not in self._texts or id in self._unknown_ids:
             return (id,)
         return [part for char in self._texts[id] for part in self._char_ids(char)]
@@ -97,7 +98,7 @@ class ControlTokens:
 
     @cached_property
     def _plain(self) -> tuple[Backend, str]:
-        """A copy of the backend that reads special tokens as text, and a token that nobody can write."""
+        """A copy of the backend that reads special tokens as text, and a token that cannot be written."""
         backend = Backend.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
         anchor = f"\ufdd0{secrets.token_hex(16)}"
@@ -106,7 +107,7 @@ class ControlTokens:
 
     @cached_property
     def _unknown_ids(self) -> frozenset[int]:
-        """Special tokens that stand for text which the vocabulary does not have."""
+        """Special tokens that stand for text outside the vocabulary."""
         return self.ids.intersection(_encode(self._plain[0], _IN_NO_VOCABULARY).ids)
 
 
@@ -117,7 +118,7 @@ def _encode(backend: Backend, text: str) -> Encoding:
 
 
 def _finder(backend: Backend, added: Sequence[AddedToken]) -> Backend:
-    """Has no words: its encodings hold the added tokens alone."""
+    """A tokenizer without words: its encodings hold only the added tokens."""
     finder = Backend(BPE())
     if backend.normalizer is not None and any(token.normalized for token in added):
         finder.normalizer = backend.normalizer

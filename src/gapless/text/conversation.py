@@ -1,4 +1,4 @@
-"""Conversations to token ids: what messages say never becomes a special token, unless the operator allows it.
+"""Conversations to token ids. The text of messages never becomes a special token, unless the operator allows it.
 
 A conversation is rendered as it is and, if it has characters of special tokens, once more with private-use characters
 in their place. The special tokens of that disguised rendering are the template's own. Does not know how a template is
@@ -22,7 +22,7 @@ _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """One conversation in several versions: as it is, and then in ever thicker disguise."""
+    """One conversation in several versions: as it is, and then with more and more characters replaced."""
 
     conversations: Sequence[Conversation]
     originals: Mapping[int, str]  # what each private-use character stands for; for str.translate
@@ -35,7 +35,9 @@ class ChatEncoder:
         self._allows_special = allow_special_tokens
 
     def versions(self, messages: object, most: int, extra: Mapping[str, Any]) -> Versions:
-        """What to render. Raises InvalidRequest, also for what is too long for `most` tokens in any rendering."""
+        """The versions to render. Raises InvalidRequest, also for messages too long for `most` tokens in every
+        rendering.
+        """
         try:
             return self._versions(Conversation(check_messages(messages), extra), most)
         except RecursionError:
@@ -60,7 +62,7 @@ class ChatEncoder:
         return Versions([plain, *between, disguised], {ord(new): old for old, new in stand_ins.items()})
 
     def tokens(self, versions: Versions, texts: Sequence[str | None], most: int) -> list[int]:
-        """Ids of the most faithful rendering whose special tokens are all the template's. Raises InvalidRequest."""
+        """Ids of the most faithful rendering in which all special tokens are the template's. Raises InvalidRequest."""
         plain, disguised = texts[0], texts[-1]
         assert plain is not None
         if disguised is None:
@@ -78,7 +80,7 @@ class ChatEncoder:
 
 
 def _disguise_tokens(text: str, table: Mapping[int, str], control: ControlTokens) -> str:
-    """Only the special tokens that a text spells out: templates still find what else they look for."""
+    """Replace only the special tokens that a text spells out, so templates still find other text they look for."""
     end, pieces = 0, []
     for span in control.find(text):
         pieces += [text[end : span.start], text[span.start : span.end].translate(table)]
@@ -108,6 +110,6 @@ def _mapped(conversation: Conversation, change: Callable[[str], str]) -> Convers
 
 
 def _unused(texts: Iterable[str]) -> Iterator[str]:
-    """Private-use characters that none of the texts has."""
+    """Private-use characters that do not occur in the texts."""
     used = set("".join(texts))
     return (char for char in map(chr, chain(*_PRIVATE_USE)) if char not in used)

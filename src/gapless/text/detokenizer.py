@@ -1,7 +1,7 @@
-"""Text from tokens that arrive a few at a time.
+"""Incremental text from tokens.
 
-Owns what one request has not shown yet. Knows which kinds of decoder can be cut where, so that the deltas add up
-exactly to `Tokenizer.decode` of all ids at a cost linear in their number. Does not know stop strings or requests.
+Owns the part of a request that is not shown yet. Knows where each kind of decoder can be cut, so that the deltas add up
+exactly to `Tokenizer.decode` of all ids, at a cost linear in their number. Does not know stop strings or requests.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _decoder_kinds(state: bytes) -> tuple[str, ...]:
 
 
 class _ByteStream:
-    """Byte-level vocabularies: every token is bytes, so UTF-8's own incremental decoder knows what is complete."""
+    """Byte-level vocabularies: every token is bytes, so UTF-8's own incremental decoder knows complete characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._pieces = tokenizer.byte_pieces
@@ -131,11 +131,11 @@ class _WindowStream:
         return num_decided
 
     def _may_be_half_a_character(self, text: str, num_decided: int) -> bool:
-        """U+FFFD at the end, and too few new tokens to be sure that it is one that the model means."""
+        """U+FFFD at the end, and too few new tokens to be sure that the model really produced it."""
         return text.endswith(_REPLACEMENT) and num_decided - self._num_known < _LONGEST_CHARACTER
 
     def _slide(self, num_decided: int) -> None:
-        """Keep as known the fewest decided ids that show any text: an id that shows none gives no context."""
+        """Keep as known the fewest decided ids that show any text: an id without text gives no context."""
         start = num_decided - 1
         while start > 0 and not self._decode(self._window[start:num_decided]):
             start -= 1

@@ -102,7 +102,7 @@ class _Vocabulary:
 
 @dataclass(frozen=True)
 class _PreTokenizer:
-    """How a byte-level model cuts text into words before merging."""
+    """How a byte-level model splits text into words before merging."""
 
     split: pre_tokenizers.PreTokenizer | None = None
     gpt2_words: bool = False  # ByteLevel's built-in pattern
@@ -213,7 +213,7 @@ def _add_special(backend: Backend, vocab: _Vocabulary) -> None:
 
 
 def _adds_bos(vocab: _Vocabulary) -> bool:
-    """What a file that does not say means: SentencePiece models and some byte-level ones start with bos."""
+    """The default for files without the key: SentencePiece models and some byte-level ones start with bos."""
     return vocab.text("model") == "llama" or _pre_tokenizer(vocab).add_bos
 
 

@@ -1,4 +1,4 @@
-"""Conversations to token ids, for callers that wait: `ChatEncoder` with a template process of its own."""
+"""Conversations to token ids, for blocking callers: `ChatEncoder` with a template process of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LocalChat:
 
 
 def template_source(tokenizer: Tokenizer | None) -> TemplateSource:
-    """The template of a tokenizer, and what it writes beside messages."""
+    """The template of a tokenizer, with its bos and eos tokens."""
     if tokenizer is None:
         return TemplateSource(None)
     return TemplateSource(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)

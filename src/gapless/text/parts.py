@@ -1,6 +1,6 @@
-"""The parts a tokenizer is made of, whatever kind of file they came from.
+"""The parts of a tokenizer, from any kind of file.
 
-Knows only names and types. Readers (`hf_tokenizer`, `gguf_tokenizer`) fill it once; `Tokenizer` holds it and nobody
+Knows only names and types. Readers (`hf_tokenizer`, `gguf_tokenizer`) fill it once. `Tokenizer` holds it, and nothing
 writes it afterwards.
 """
 

@@ -1,7 +1,7 @@
-"""Chat templates in a process of their own: a template is a program that came with a model, and nobody reads it first.
+"""Chat templates in a process of their own: a template is an unreviewed program that came with a model.
 
-The sandbox keeps it from files and modules; this keeps it from time and memory. A rendering that takes too long is
-an error, and its process is killed. Frames are four bytes of length and JSON, over a socket pair.
+The sandbox protects files and modules. This process limits time and memory. A rendering that takes too long is an
+error, and its process is killed. Frames are four bytes of length and JSON, over a socket pair.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _READ_BYTES = 2**18
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """What to render with."""
+    """A template, and the tokens that it may write."""
 
     template: str | None
     bos_token: str | None = None
@@ -93,7 +93,9 @@ def _left(deadline: float | None) -> float | None:
 
 
 def pack(value: object) -> bytes:
-    """A value as a frame. Escaped, JSON holds all that a client may send: numbers of any size, half characters."""
+    """A value as a frame. Escaped JSON can hold everything that a client may send: numbers of any size, lone
+    surrogates.
+    """
     data = json.dumps(value).encode()
     return _HEADER.pack(len(data)) + data
 
@@ -122,7 +124,7 @@ class RenderProcess:
         """
         question = _question(conversations)
         with self._lock:
-            for _ in range(2):  # it may have died while it had nothing to do: only a second death is this one's
+            for _ in range(2):  # it may have died while idle: only a second death is caused by this rendering
                 with contextlib.suppress(Disconnected):
                     return _texts(self._ask(question))
         raise InvalidRequest("the chat template could not be rendered")
@@ -139,7 +141,7 @@ class RenderProcess:
             raise InvalidRequest(f"the chat template took longer than {self._timeout_s:g} s") from None
         finally:
             if answer is None:
-                self.close()  # it still works, or is dead; its late answer would be taken for a different one
+                self.close()  # it is still working, or dead; its late answer would be taken for a different one
 
     def _wait(self, frames: Frames, deadline: float) -> list[dict[str, Any]]:
         answer: list[dict[str, Any]]
@@ -157,7 +159,7 @@ class RenderProcess:
                 self._slow.release()
 
     def start(self) -> Frames:
-        """Start the process and wait until it is up."""
+        """Start the process and wait until it is ready."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = spawn((sys.executable, "-m", "gapless.text.render_process"), (theirs.fileno(),))

@@ -1,7 +1,7 @@
 """Finds stop strings in a text that arrives in pieces.
 
-Owns the text held back because it may begin a stop string. The stop string that is complete first ends the text; of
-several that are complete with the same character, the longest. How the text is cut into pieces makes no difference.
+Owns the text held back because it may begin a stop string. The stop string that is complete first ends the text. If
+several are complete at the same character, the longest counts. How the text is split into pieces makes no difference.
 Does not know tokens.
 """
 
@@ -61,7 +61,7 @@ class StopMatcher:
         return StopResult(text[:open_start])
 
     def finish(self) -> StopResult:
-        """Nothing follows: what was held back is text."""
+        """The text ends: return what was held back."""
         text, self._held = self._held, ""
         return StopResult(text, self._matched)
 

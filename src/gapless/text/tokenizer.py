@@ -71,7 +71,7 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Special tokens written out in a text are read as the special tokens they name."""
+        """Special tokens written out in a text are recognized."""
         for text in texts:
             require_text(text)
         if len(texts) == 1 and len(texts[0]) < LONG_TEXT:
@@ -86,8 +86,8 @@ class Tokenizer:
     def check_length(self, text: str, most: int) -> None:
         """Raise PromptTooLong for a text of certainly more than `most` tokens; costs no more than `most` tokens do.
 
-        Pieces are encoded apart and their tokens counted. A cut moves a few tokens of the 128 or more that a piece may
-        have, never half of them.
+        Pieces are encoded separately and their tokens counted. A cut changes a few of the 128 or more tokens that a
+        piece may have, never half of them.
         """
         if len(text) > most * CHARACTERS_A_TOKEN:
             raise PromptTooLong(most, f"more than {most * CHARACTERS_A_TOKEN} characters")
@@ -106,13 +106,13 @@ class Tokenizer:
         return clean_up(text) if self.cleans_up_spaces else text
 
     def decode_raw(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """As `decode`, before the clean-up of spaces."""
+        """Like `decode`, before the clean-up of spaces."""
         if len(ids) < LONG_TEXT:
             return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
         return str(self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def id_to_token(self, id: int) -> str | None:
-        """The vocabulary's own spelling of a token; None where the id names nothing."""
+        """The vocabulary's own spelling of a token; None for an unknown id."""
         return self._backend.id_to_token(id)
 
     def token_to_id(self, token: str) -> int | None:
@@ -120,7 +120,7 @@ class Tokenizer:
 
 
 class _BytePieces(dict[int, bytes]):
-    """The bytes of each token of a byte-level vocabulary, looked up once; an id that names nothing has none."""
+    """The bytes of each token of a byte-level vocabulary, looked up once; an unknown id has none."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def give_memory_back() -> None:
 
 
 def require_text(text: object) -> None:
-    """Raise InvalidRequest for what the tokenizer cannot read."""
+    """Raise InvalidRequest for text that the tokenizer cannot read."""
     if not isinstance(text, str):
         raise InvalidRequest(f"a prompt must be a string, not {type(text).__name__}")
     try:

@@ -1,15 +1,15 @@
 """Why the compute stream idled: a pure function over recorded columns.
 
-Before each step there may be a gap: from the end of the step before to its own begin. The gap is cut in three.
+Before each step there may be a gap, from the end of the previous step to its own start. The gap has two parts.
 
     compute  [==== n-1 ====]                                               [==== n ====]
     host       collect     | commit | deliver | admit | schedule | fill | launch |
                            a.............. the host was late ....................q....b
                                                                    copy late, hand-over
 
-From `a` to `q`, when the step had been queued, the host was late, and what it did then is the cause: a phase, a garbage
-collection, the interpreter lock, or the lack of anything to plan. From `q` to `b` the copy of the plan was not there
-yet, or the device's parts handed over to each other.
+From `a` to `q`, when the step had been queued, the host was late, and its activity is the cause: a phase, a garbage
+collection, the interpreter lock, or nothing to plan. From `q` to `b` the copy of the plan had not arrived, or the
+device's streams were handing over to each other.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ GC, LOCK, COPY, HANDOVER, MEMORY, ROWS, EAGER_FALLBACK, CAPTURE, WAITING_GRAMMAR
     len(PHASES), len(CAUSES)
 )
 DRY_CAUSE = {DRY_DONE: NOTHING, DRY_ROWS: ROWS, DRY_MEMORY: MEMORY}
-# a step's flag, the host phase that it makes longer, and the cause that this is then
+# a step's flag, the host phase that it lengthens, and the resulting cause
 SPECIAL = (
     (PREEMPTED, SCHEDULE, MEMORY),
     (GRAMMAR, SCHEDULE, WAITING_GRAMMAR),
@@ -73,7 +73,7 @@ Seconds = npt.NDArray[np.float64]
 def attribute(steps: Steps, marks: Marks, collections: Collections, since: float) -> Seconds:
     """Seconds by step and cause, [num_steps, num_causes]: the idle time of the compute stream before each step.
 
-    `since` is when the compute stream was last known to be busy, or the begin of the recording.
+    `since` is when the compute stream was last known to be busy, or the start of the recording.
     """
     found = np.zeros((len(steps), len(CAUSES)))
     if len(steps) == 0:
@@ -83,7 +83,7 @@ def attribute(steps: Steps, marks: Marks, collections: Collections, since: float
     if len(marks) > 1:
         clock = _HostClock(marks, collections)
         found += clock.at(queued) - clock.at(begin)
-    earlier = np.concatenate(([-np.inf], steps.h2d_end[:-1]))  # the copy before: while it runs, ours cannot begin
+    earlier = np.concatenate(([-np.inf], steps.h2d_end[:-1]))  # the previous copy: while it runs, ours cannot begin
     copying = np.where(earlier > queued, queued, steps.h2d_begin)
     copy = _overlap(queued, end, copying, steps.h2d_end)
     found[:, COPY] += copy
@@ -97,7 +97,7 @@ def attribute(steps: Steps, marks: Marks, collections: Collections, since: float
 
 
 def gaps(steps: Steps, since: float) -> tuple[Times, Times]:
-    """Begin and end of the idle time before each step; equal where there is none."""
+    """Start and end of the idle time before each step; equal where there is none."""
     ends = np.fmax.accumulate(np.concatenate(([since], steps.compute_end)))
     begin: Times = ends[:-1]
     return begin, np.fmax(steps.compute_begin, begin)
@@ -109,7 +109,7 @@ def _overlap(begin: Times, end: Times, other_begin: Times, other_end: Times) -> 
 
 
 class _HostClock:
-    """How much time the host had spent for each cause up to any moment."""
+    """The time that the host had spent on each cause up to any moment."""
 
     def __init__(self, marks: Marks, collections: Collections) -> None:
         bounds, phase, collecting = _segments(marks, collections)
@@ -124,7 +124,7 @@ class _HostClock:
         self._spent = spent.cumsum(axis=0)
 
     def at(self, moment: Times) -> Seconds:
-        """Seconds by moment and cause; before the first mark and after the last nothing is known."""
+        """Seconds by moment and cause; nothing is known before the first mark or after the last."""
         index = np.clip(np.searchsorted(self._bounds, moment, "right") - 1, 0, len(self._bounds) - 2)
         left, right = self._bounds[index], self._bounds[index + 1]
         share = np.clip((moment - left) / np.maximum(right - left, 1e-12), 0, 1)[:, None]
@@ -133,7 +133,7 @@ class _HostClock:
 
 
 def _segments(marks: Marks, collections: Collections) -> tuple[Times, npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-    """The host's time, cut at marks and at the ends of collections: bounds, phase, and whether it collected."""
+    """The host's time, split at marks and at the ends of collections: bounds, phase, and whether it collected."""
     if len(collections.begin) == 0:
         return marks.time, np.arange(len(marks) - 1), np.zeros(len(marks) - 1, np.bool_)
     cuts = np.concatenate((collections.begin, collections.end))
@@ -147,10 +147,10 @@ def _segments(marks: Marks, collections: Collections) -> tuple[Times, npt.NDArra
 
 
 def _lock_share(marks: Marks, collections: Collections) -> Times:
-    """Of each phase, the part in which the thread wanted to run and did not: its wall time without processor time.
+    """Of each phase, the part in which the thread wanted to run and could not: its wall time without processor time.
 
-    The processor time is read where waits begin, so phases between two waits share one figure; a wait itself takes next
-    to none. What is missing was held by others: the interpreter lock, or on a full machine the core.
+    The processor time is read where waits begin, so phases between two waits share one figure. A wait itself takes next
+    to none. The missing time was taken by other threads: they held the interpreter lock, or the core on a full machine.
     """
     share = np.zeros(len(marks))
     waits = np.isin(marks.code & PHASE_MASK, WAITS)
@@ -169,7 +169,7 @@ def _lock_share(marks: Marks, collections: Collections) -> Times:
 
 
 def _collected(since: Times, until: Times, begin: Times, end: Times) -> Times:
-    """Time in collections between two moments each."""
+    """Time in collections between pairs of moments."""
     if len(begin) == 0:
         return np.zeros(len(since))
     corners = np.stack((begin, end), axis=1).reshape(-1)
@@ -179,7 +179,7 @@ def _collected(since: Times, until: Times, begin: Times, end: Times) -> Times:
 
 
 def _cause(codes: Codes) -> npt.NDArray[np.intp]:
-    """The cause that a host phase stands for: itself, or why the pipeline was dry."""
+    """The cause of a host phase: the phase itself, or the reason why the pipeline was dry."""
     phase = (codes & PHASE_MASK).astype(np.intp)
     for dry, cause in DRY_CAUSE.items():
         phase[((codes & DRY_MASK) == dry) & (phase != IDLE)] = cause

@@ -1,6 +1,6 @@
-"""What a recording consists of: columns of steps, of host phases and of garbage collections, all on one clock.
+"""The parts of a recording: columns of steps, of host phases and of garbage collections, all on one clock.
 
-Values only, times in seconds of `time.perf_counter`. Who fills them is `recorder`; what they mean together is `causes`.
+Values only, with times in seconds of `time.perf_counter`. `recorder` fills them, and `causes` interprets them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WAITS = (IDLE, COLLECT)  # phases in which it sleeps on purpose
 NOT_DRY, DRY_DONE, DRY_ROWS, DRY_MEMORY = 0, 16, 32, 48
 DRY_MASK, PHASE_MASK = 48, 15
 
-# What is special about a step.
+# Special properties of a step.
 EAGER, CAPTURED, PREEMPTED, GRAMMAR = 1, 2, 4, 8
 
 LANES = ("cpu", "h2d", "gpu", "d2h")
@@ -41,7 +41,7 @@ class Steps:
     in_flight: Ints  # steps, this one included, once it was launched
     flags: Codes
     queued: Times  # when `launch` had queued all of it
-    collected: Times  # when its tokens were there
+    collected: Times  # when its tokens had arrived
     h2d_begin: Times
     h2d_end: Times
     compute_begin: Times

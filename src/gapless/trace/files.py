@@ -1,4 +1,4 @@
-"""Where timelines go: T.json for Perfetto's viewer, and T.html, the report, beside it."""
+"""The files of a timeline: T.json for Perfetto's viewer, and T.html, the report."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The report: one HTML file with the timelines in it, drawn by its own script, without network.
 
-Times travel as packed columns, so that a hundred thousand steps open at once. The look is in `assets/`.
-Numbers are those of the trace file, from the same function.
+Times are packed columns, so that a hundred thousand steps open at once. The appearance is in `assets/`. The figures are
+those of the trace file, from the same function.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _run(timeline: Timeline) -> dict[str, Any]:
 
 
 def _copies(lane: str, begin: npt.NDArray[Any], end: npt.NDArray[Any], zero: float) -> dict[str, npt.NDArray[Any]]:
-    """Spans of a lane, in order; one that never was lies, without length, where the last one ended."""
+    """Spans of a lane, in order; a missing span has no length and lies where the last one ended."""
     ends = np.fmax.accumulate(np.concatenate(([zero], end)))
     found = np.where(np.isnan(begin), ends[:-1], begin) - zero
     return {f"{lane}_begin": found, f"{lane}_took": np.maximum(ends[1:] - zero - found, 0).astype(np.float32)}

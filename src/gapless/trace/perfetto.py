@@ -1,8 +1,9 @@
 """Timelines as a Chrome trace-event file, which Perfetto's viewer and chrome://tracing open.
 
-A run is a process, a lane is a thread. A fifth lane holds the idle time of the compute stream, each gap named after its
-largest cause. Times are microseconds from the run's begin. Written piece by piece: a long run is never one string.
-What viewers drop without a word is avoided: times below 0, and spans of a lane that overlap, be it by a nanosecond.
+A run is a process and a lane is a thread. A fifth lane holds the idle time of the compute stream, with each gap named
+after its largest cause. Times are microseconds from the start of the run. The file is written piece by piece, so a long
+run is never one string. Avoids what viewers drop silently: times below 0, and overlapping spans in a lane, even by a
+nanosecond.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gapless.trace.timeline import VISIBLE_GAP_S, Timeline
 LANE_NAMES = {"cpu": "CPU", "h2d": "H2D", "gpu": "GPU", "d2h": "D2H"}
 IDLE_LANE = len(LANE_NAMES)
 RUN_IDS = 10  # between the processes of two runs; the first lane has its process's id, as main threads do: shown first
-NANOSECOND = 1e-9  # taken off each span: viewers cut times down to whole ones, and a span must end before the next
+NANOSECOND = 1e-9  # taken off each span: viewers truncate times to integers, and a span must end before the next
 COUNTER_STEPS = 32  # that one reading of tokens/s covers
 
 
@@ -38,7 +39,7 @@ def write(timelines: Sequence[Timeline], file: TextIO) -> None:
 
 
 def summary(timeline: Timeline) -> dict[str, Any]:
-    """What a run comes to, in numbers: the same as on the page."""
+    """The figures of a run: the same as on the page."""
     return {
         "label": timeline.label,
         "seconds": timeline.seconds,
@@ -63,7 +64,7 @@ def events(timeline: Timeline, pid: int) -> Iterator[str]:
         until = 0.0
         for begin, end, name, step in spans:
             label = f"step {step}" if lane == "gpu" else name
-            # a GPU's clock that was put right between two steps may have the second begin a little too early
+            # after a correction of the GPU's clock between two steps, the second may begin a little too early
             yield _span(label, pid, tid, max(begin, until), end, f'"step":{step}{details.get(step, "")}')
             until = max(until, end)
     yield from _named("thread", pid, pid + IDLE_LANE, "GPU idle, by cause")
@@ -72,7 +73,7 @@ def events(timeline: Timeline, pid: int) -> Iterator[str]:
 
 
 def _details(timeline: Timeline) -> dict[int, str]:
-    """More words about each step."""
+    """Further details of each step."""
     s = timeline.steps
     columns = (s.step, s.num_rows, s.num_tokens, s.in_flight, s.flags)
     return {
@@ -110,7 +111,7 @@ def _counters(timeline: Timeline, pid: int) -> Iterator[str]:
 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> Iterator[str]:
-    """What a process or thread is called, and that it is shown in the order of the ids."""
+    """The name of a process or thread, and its place in the order of the ids."""
     head = f'"ph":"M","pid":{pid},"tid":{tid}'
     yield f'{{{head},"name":"{kind}_name","args":{{"name":{json.dumps(name)}}}}}'
     yield f'{{{head},"name":"{kind}_sort_index","args":{{"sort_index":{tid}}}}}'

@@ -1,7 +1,7 @@
-"""Writes down when each step's parts ran, on the host and on the device, and adds up why the device idled.
+"""Records when each step's parts ran, on the host and on the device, and sums up why the device idled.
 
-The loop and the executor tell it what they do: `mark` opens the next phase, `launched` and `collected` say which step.
-It keeps the last steps, or all of them, and running sums of idle time by cause. One thread writes; any may read.
+The loop and the executor report to it: `mark` opens the next phase, `launched` and `collected` name the step. It keeps
+the last steps, or all of them, and running sums of idle time by cause. One thread writes, and any thread may read.
 Knows no plans, no requests and no tensors: numbers come in, columns come out.
 """
 
@@ -36,27 +36,27 @@ from gapless.trace.columns import (
 from gapless.trace.timeline import Timeline, cut
 
 FOLD_STEPS = 256  # steps between two summations
-TAIL_STEPS = 150  # told at most to who wants to see the last seconds
-KEPT_STEPS = 4096  # when nothing else is said
+TAIL_STEPS = 150  # most steps in a view of the last seconds
+KEPT_STEPS = 4096  # by default
 NEVER = float("nan")
-# Rows, each written in one go, so that whoever reads meanwhile sees whole ones.
+# Each row is written at once, so that a concurrent reader sees whole rows.
 MARK, LAUNCHED, COLLECTED, COLLECTION = Struct("3d"), Struct("7d"), Struct("7d"), Struct("3d")
 MARK_WIDTH, LAUNCHED_WIDTH, COLLECTED_WIDTH, COLLECTION_WIDTH = 3, 7, 7, 3  # numbers in a row
 NUM_BLOCKS, FLAGS, QUEUED = 3, 5, 6  # places in a row of a launch
-NO_GRAPH = "no graph"  # how reasons begin for which a step's kernels are launched one by one
+NO_GRAPH = "no graph"  # prefix of the reasons why a step's kernels are launched one by one
 STEP_FAILED = "step failed"  # in the ledger; the report looks for it
-PACED_SHARE = 0.1  # a step that ends so soon after it was queued went as fast as its kernels were launched
+PACED_SHARE = 0.1  # a step that ends so soon after it was queued was bound by its launches
 
 
 class Counts(Protocol):
-    """What the recorder watches of the scheduler's counters."""
+    """The scheduler's counters that the recorder watches."""
 
     num_preemptions: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Some steps in a row, summed up."""
+    """Consecutive steps, summed up."""
 
     steps: Steps
     marks: Marks
@@ -64,7 +64,7 @@ class Fold:
 
 
 class Recorder:
-    """The memory of one engine's timeline: of the last `kept_steps` or some more, or, if None, of all."""
+    """One engine's timeline: of about the last `kept_steps` steps, or of all if that is None."""
 
     def __init__(
         self,
@@ -93,10 +93,10 @@ class Recorder:
         self._kept_from = self.began  # the same, of folds that are no longer kept
         gc.callbacks.append(self._on_gc)
 
-    # -- the loop's side: what it costs is paid by every step ---------------------------------------------------------
+    # -- the loop's side: every step pays for it --------------------------------------------------------------------
 
     def mark(self, phase: int) -> None:
-        """A host phase begins, and the one before ends."""
+        """A host phase begins, and the previous one ends."""
         self._phase = phase
         if phase == FILL:
             self._dry = NOT_DRY
@@ -104,7 +104,7 @@ class Recorder:
         self._marks.frombytes(MARK.pack(time.perf_counter(), phase | self._dry, cpu))
 
     def woken(self) -> None:
-        """A request came in while there was nothing to run."""
+        """A request arrived while there was nothing to run."""
         self._dry = NOT_DRY
         self.mark(ADMIT)
 
@@ -144,13 +144,13 @@ class Recorder:
         self._collected.frombytes(COLLECTED.pack(time.perf_counter(), *times))
 
     def start(self) -> None:
-        """Called by the thread that will mark, before it does."""
+        """Must be called by the thread that marks, before its first mark."""
         self._thread = threading.get_ident()
         self.mark(IDLE)
         self.began = self._since = self._kept_from = self._marks[0]
 
     def close(self) -> None:
-        """Nothing more will come. What was recorded can still be read."""
+        """Recording ends. The recorded data can still be read."""
         if self._on_gc in gc.callbacks:
             gc.callbacks.remove(self._on_gc)
 
@@ -176,7 +176,7 @@ class Recorder:
     # -- summing up ---------------------------------------------------------------------------------------------------
 
     def _open(self) -> Fold:
-        """What is recorded and collected but not folded. Copies: the loop goes on meanwhile."""
+        """Recorded and collected steps that are not folded. Copies, because the loop continues meanwhile."""
         collected = _columns(self._collected, COLLECTED_WIDTH)
         launched = [column[: len(collected[0])] for column in _columns(self._launched, LAUNCHED_WIDTH)]
         counts = [column.astype(np.int32) for column in launched[:FLAGS]]
@@ -188,7 +188,7 @@ class Recorder:
         )
 
     def _fold(self) -> None:
-        """Sum up what was collected, keep it, and take it out of the columns, but for what later gaps begin in."""
+        """Sum up the collected steps, keep them, and remove them from the columns, except where later gaps begin."""
         with self._lock:
             fold = self._open()
             self._idle += attribute(fold.steps, fold.marks, fold.collections, self._since).sum(axis=0)
@@ -209,7 +209,7 @@ class Recorder:
     # -- any thread's side --------------------------------------------------------------------------------------------
 
     def idle_by_cause(self) -> dict[str, float]:
-        """Seconds that the compute stream idled so far, by cause. Only grows."""
+        """Seconds that the compute stream idled so far, by cause. They only grow."""
         with self._lock:
             fold = self._open()
             total = self._idle + attribute(fold.steps, fold.marks, fold.collections, self._since).sum(axis=0)
@@ -219,7 +219,7 @@ class Recorder:
             return {name: float(seconds) for name, seconds in zip(CAUSES, self._told, strict=True)}
 
     def _waiting(self, fold: Fold) -> float:
-        """How long there has been nothing to run, now: a wait for requests that has not ended yet."""
+        """How long there has been nothing to run: a wait for requests that has not ended yet."""
         if len(fold.marks) == 0 or int(fold.marks.code[-1]) & PHASE_MASK != IDLE:
             return 0.0
         return max(
@@ -227,7 +227,7 @@ class Recorder:
         )
 
     def timeline(self, label: str = "", since: float | None = None, **facts: Any) -> Timeline:
-        """What is kept, as a value; from `since` on, if given."""
+        """The kept steps as a value; from `since` on, if given."""
         with self._lock:
             began = self._kept_from if since is None else max(since, self._kept_from)
             folds = [fold for fold in self._folds if fold.steps.collected[-1] >= began]
@@ -237,9 +237,9 @@ class Recorder:
         return cut(whole, began)
 
     def tail(self, seconds: float) -> dict[str, Any]:
-        """The four lanes of the last seconds, as lists of [begin, end, name, step]; times are below 0, from now.
+        """The four lanes of the last seconds, as lists of [begin, end, name, step]; times are negative, before now.
 
-        Fewer seconds than asked for, as "seconds" says, where there were too many steps in them to be told in passing.
+        Covers fewer seconds than requested, as "seconds" says, if they have too many steps.
         """
         now = time.perf_counter()
         found = self.timeline(since=now - seconds)
@@ -250,13 +250,13 @@ class Recorder:
 
 
 def _columns(rows: array[float], width: int) -> list[Any]:
-    """Copies of the columns of rows that lie end to end."""
+    """Copies of the columns of consecutive rows."""
     table = np.array(rows[:]).reshape(-1, width)
     return [np.ascontiguousarray(table[:, i]) for i in range(width)]
 
 
 def _reading_at(marks: Marks, index: int) -> int:
-    """The last mark up to this one that has a reading of the processor time: a stretch is not torn."""
+    """The last mark up to this one with a reading of processor time; the time between readings is not split."""
     known = np.flatnonzero(~np.isnan(marks.cpu[: index + 1]))
     return int(known[-1]) if len(known) else 0
 

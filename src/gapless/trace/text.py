@@ -1,7 +1,7 @@
-"""Timelines in a terminal: four lanes of characters, at a scale at which gaps can be seen.
+"""Timelines in a terminal: four lanes of characters, at a scale at which gaps are visible.
 
-A gap may be a hundredth of a step. So the window is chosen by the gaps: it shows several steps where gaps are wide
-enough, and otherwise the surroundings of one gap, the most ordinary of the run. All runs get the same scale.
+A gap may be a hundredth of a step. So the gaps determine the window: it shows several steps where gaps are wide enough,
+and otherwise the surroundings of the most typical gap of the run. All runs have the same scale.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from gapless.trace.columns import COLLECT, IDLE, PHASE_MASK, Times
 from gapless.trace.timeline import VISIBLE_GAP_S, Timeline
 
 LABEL_WIDTH = 5
-GAP_CHARACTERS = 9  # at least as wide should an ordinary gap be
+GAP_CHARACTERS = 9  # the least width of a typical gap
 MOST_STEPS = 4.0  # in the window
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """Characters by how much of their time is covered, from nothing to all, and one for a host that waits."""
+    """Characters by how much of their time is covered, from nothing to all, and one for a waiting host."""
 
     shades: str
     waits: str
@@ -51,7 +51,7 @@ def draw(timelines: Sequence[Timeline], width: int, style: Style) -> str:
 
 
 def readable_s(seconds: float) -> str:
-    """Such as 1.5 ms."""
+    """A duration for people, such as 1.5 ms."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -59,7 +59,7 @@ def readable_s(seconds: float) -> str:
 
 
 def window_s(timeline: Timeline, cells: int) -> float:
-    """A window in which an ordinary gap is a few characters wide, and no more than a few steps fit."""
+    """A window in which a typical gap is a few characters wide, and at most a few steps fit."""
     if len(timeline.steps) < 2:
         return timeline.seconds
     period = float(np.nanmedian(np.diff(timeline.steps.compute_begin)))
@@ -74,7 +74,7 @@ def _lengths(timeline: Timeline) -> Times:
 
 
 def _ordinary(timeline: Timeline) -> int:
-    """The step before which the gap is most like the others, among those in the middle of the run."""
+    """The step with the most typical gap before it, among those in the middle of the run."""
     n = len(timeline.steps)
     middle = np.arange(max(n // 4, 1), max(n - n // 4, 2))
     lengths = _lengths(timeline)[middle]
@@ -122,6 +122,6 @@ def _shares(begin: Times, end: Times, edges: Times) -> Times:
 
 def _shades(shares: Times, style: Style) -> str:
     last = len(style.shades) - 1
-    # anything that is there shows, and only what is covered almost whole is full
+    # any coverage shows, and only an almost whole one is full
     levels = np.where(shares <= 0.01, 0, np.clip(np.floor(shares * (last + 0.12)), 1, last)).astype(int)
     return "".join(style.shades[level] for level in levels)

@@ -1,7 +1,7 @@
-"""One run's timeline as a value: its columns, and what follows from them.
+"""One run's timeline as a value: its columns, and figures derived from them.
 
-Made by the recorder, shown by `perfetto`, `page` and `text`. Can be saved and loaded, so that runs of several processes
-come together in one file.
+Made by the recorder, shown by `perfetto`, `page` and `text`. Can be saved and loaded, so that one file can have the
+runs of several processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VISIBLE_GAP_S = 5e-6  # a shorter gap is not counted as one
 
 @dataclass(frozen=True)
 class Timeline:
-    """A stretch of one engine's time."""
+    """A period of one engine's time."""
 
     label: str
     began: float
@@ -42,7 +42,7 @@ class Timeline:
     steps: Steps
     marks: Marks
     collections: Collections
-    facts: dict[str, Any] = field(default_factory=dict)  # what else is known of the run: depth, device, counters
+    facts: dict[str, Any] = field(default_factory=dict)  # further facts about the run: depth, device, counters
 
     @property
     def seconds(self) -> float:
@@ -60,7 +60,7 @@ class Timeline:
 
     @cached_property
     def idle_by_cause(self) -> dict[str, float]:
-        """Seconds by cause, the largest first; causes that did not occur are left out."""
+        """Seconds by cause, the largest first, without causes that did not occur."""
         total = self.idle.sum(axis=0)
         order = np.argsort(-total, kind="stable")
         return {CAUSES[i]: float(total[i]) for i in order if total[i] > 0}
@@ -76,14 +76,14 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """Of the time from the first step's begin to the last step's end."""
+        """Of the time from the first step's start to the last step's end."""
         begin, end = self.gaps
         inside = float((end - begin)[1:].sum())
         return inside / max(inside + self.busy_s, 1e-9)
 
     @property
     def num_generated(self) -> int:
-        """Tokens that reached their requests; where that is not known, all that were sampled."""
+        """Tokens that reached their requests; all sampled tokens where that is not known."""
         return int(self.facts.get("num_generated", self.steps.num_rows.sum()))
 
     @property
@@ -137,7 +137,7 @@ class Timeline:
         }
 
     def save(self, path: Path) -> None:
-        """Keep it in a file of this machine."""
+        """Write it to a file for this machine."""
         columns = {
             f"{name}.{f.name}": getattr(getattr(self, name), f.name)
             for name, kind in COLUMN_SETS.items()
@@ -149,7 +149,7 @@ class Timeline:
 
 
 def load(path: Path) -> Timeline:
-    """What `save` wrote."""
+    """Read a file of `save`."""
     with np.load(path) as file:
         label, began, ended, facts = json.loads(str(file["head"]))
         parts: list[Any] = [
@@ -159,7 +159,7 @@ def load(path: Path) -> Timeline:
 
 
 def cut(timeline: Timeline, since: float, until: float | None = None) -> Timeline:
-    """The part between two moments: steps that were under way in it, and host phases cut at the first."""
+    """The part between two moments: steps that ran in it, and host phases from the first moment on."""
     until = timeline.ended if until is None else until
     inside = np.flatnonzero((timeline.steps.collected >= since) & (timeline.steps.queued <= until))
     steps = timeline.steps.part(int(inside[0]), int(inside[-1]) + 1) if len(inside) else timeline.steps.part(0, 0)
