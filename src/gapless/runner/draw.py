@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from gapless.core.row_fields import need
+from gapless.core.row_fields import ALL_NEEDS, need
 from gapless.kernels.argmax import argmax
 from gapless.kernels.draw import draw, forbid_stops
 from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import seat_columns
 
 MIN_TOKENS = need("min_total")
+READ = MIN_TOKENS | need("temperature", "top_k", "top_p", "min_p")  # by the kernels
+assert READ == ALL_NEEDS, "no kernel reads one of the row fields: a GPU would ignore it without a word"
 
 
 def pick(
