@@ -45,6 +45,7 @@ LAW: dict[str, tuple[str, ...]] = {
         "device",
         "runner",
         "trace.columns",
+        "trace.null_recorder",
         "trace.recorder",
         "trace.timeline",
         "models.source",

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from gapless.trace.columns import (
     COMMIT,
     DELIVER,
     DRY_DONE,
+    DRY_ROWS,
     EAGER,
     FILL,
     IDLE,
@@ -33,6 +35,7 @@ from gapless.trace.columns import (
     PREEMPTED,
     SCHEDULE,
 )
+from gapless.trace.null_recorder import NullRecorder
 from gapless.trace.recorder import Recorder
 from tiny import CPU
 from toy import LIMITS, run_toy, toy_requests, toy_runner
@@ -193,6 +196,31 @@ def test_collections_are_seen_until_it_is_closed() -> None:
     assert found.is_own.tolist() == [1, 0]
     assert (found.end >= found.begin).all()
     assert recorder._on_gc not in gc.callbacks
+
+
+def test_one_that_records_nothing_is_told_everything_and_says_nothing() -> None:
+    listeners = list(gc.callbacks)
+    recorder = NullRecorder()
+    recorder.start()
+    recorder.woken()
+    play(recorder, 7)
+    recorder.dry(DRY_ROWS, "no free row")
+    recorder.failed()
+    gc.collect()
+    found = recorder.timeline()
+    assert gc.callbacks == listeners
+    assert len(found.steps) == len(found.marks) == recorder.num_blocks_in_flight == 0
+    assert recorder.busy_s == 0
+    assert not recorder.ledger
+    assert not any(recorder.idle_by_cause().values())
+    assert recorder.tail(1.0)["gpu"] == []
+
+
+def test_only_recorded_steps_are_timed() -> None:
+    device = CpuDevice(driver=InlineDriver())
+    with patch.object(device, "timer") as timer:
+        LocalExecutor(device, toy_runner(device, LIMITS), LIMITS, 2, NullRecorder())
+        assert not timer.called
 
 
 def test_nothing_to_run_grows_while_nothing_runs(recorder: Recorder) -> None:

@@ -38,6 +38,7 @@ from gapless.pipeline.readings import Load, Pulse, Stats
 from gapless.runner.build import Built, build
 from gapless.runner.memory import shortage_named
 from gapless.runner.resolve import Resolved, resolve
+from gapless.trace.null_recorder import NullRecorder
 from gapless.trace.recorder import KEPT_STEPS, Recorder
 from gapless.trace.timeline import Timeline
 
@@ -66,14 +67,7 @@ class Engine:
         pace = Pace(options.max_step_time or math.inf, self.resolved.limits.max_batch_tokens)
         self._scheduler = Scheduler(self.resolved.limits, self._announce, pace)
         fixed = options.depth != "auto"
-        self._recorder = Recorder(
-            kept_steps=traced_steps if options.trace else KEPT_STEPS,
-            counts=self._scheduler.counters,
-            missed=self._built.runner.ledger,
-        )
-        self._told = self._recorder if options.record else None  # by loop and executor
-        if not options.record:
-            self._recorder.close()
+        self._recorder = self._make_recorder(traced_steps) if options.record else NullRecorder()
         self._depth: Depth = FixedDepth(int(options.depth)) if fixed else AutoDepth(AUTO_DEPTHS)
         num_slots = int(options.depth) if fixed else max(AUTO_DEPTHS)
         self._executor = self._make_executor(num_slots)
@@ -89,8 +83,15 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="gapless-loop", daemon=True)
         self._thread.start()
 
+    def _make_recorder(self, traced_steps: int | None) -> Recorder:
+        return Recorder(
+            kept_steps=traced_steps if self.options.trace else KEPT_STEPS,
+            counts=self._scheduler.counters,
+            missed=self._built.runner.ledger,
+        )
+
     def _make_executor(self, num_slots: int) -> Executor:
-        make = partial(LocalExecutor, recorder=self._told)
+        make = partial(LocalExecutor, recorder=self._recorder)
         device, runner, limits = self._built.device, self._built.runner, self.resolved.limits
         if self.options.check:
             return CheckedExecutor(device, runner, limits, num_slots, self._scheduler, self._built.layers, make)
@@ -245,9 +246,8 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            if self._told is not None:
-                self._told.start()
-            run_loop(self._scheduler, self._executor, self._depth, self._admit, self._deliver, self._told)
+            self._recorder.start()
+            run_loop(self._scheduler, self._executor, self._depth, self._admit, self._deliver, self._recorder)
         except BaseException as error:
             log.exception("the engine died")
             self._die(error)
@@ -266,8 +266,8 @@ class Engine:
                 message = self._inbox.get(block=idle)
             except queue.Empty:
                 return True
-            if idle and self._told is not None:
-                self._told.woken()
+            if idle:
+                self._recorder.woken()
             self._idle = idle = False
             match message:
                 case Submit():

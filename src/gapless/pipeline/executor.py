@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from gapless.errors import GaplessError, StepFailed
 from gapless.pipeline.slot import Slot, make_slot
 from gapless.runner.fill import Filled, capacity, result_capacity
 from gapless.trace.columns import COLLECT, FILL, LAUNCH
+from gapless.trace.null_recorder import UNRECORDED
 from gapless.trace.recorder import Recorder
 
 
@@ -61,32 +62,23 @@ class StepRunner(Protocol):
         """
 
 
-Timed = Callable[[int, Callable[[], None]], Callable[[], None]]
-
-
-def untimed(part: int, fn: Callable[[], None]) -> Callable[[], None]:
-    """What stands for a timer where nobody records."""
-    return fn
-
-
 class LocalExecutor:
     """Runs plans on one device of this process."""
 
     def __init__(
-        self, device: Device, runner: StepRunner, limits: Limits, num_slots: int, recorder: Recorder | None = None
+        self, device: Device, runner: StepRunner, limits: Limits, num_slots: int, recorder: Recorder = UNRECORDED
     ) -> None:
         self._device = device
         self._recorder = recorder
         self._runner = runner
         sizes = capacity(limits), result_capacity(limits)
-        self._free = deque(make_slot(device, i, *sizes) for i in range(num_slots))
+        self._free = deque(make_slot(device, i, *sizes, timed=recorder.is_timed) for i in range(num_slots))
 
     def launch(self, plan: Plan) -> Ticket:
         slot = self._free.popleft()
         device, runner = self._device, self._runner
-        recorder = self._recorder
-        if recorder is not None:
-            recorder.mark(FILL)
+        recorder, timed = self._recorder, slot.timer.around
+        recorder.mark(FILL)
         device.touch(f"fill {plan.step}", writes=(slot.host_in,))
         filled = runner.fill(plan, slot.host_in.array)
         size = filled.size
@@ -101,10 +93,7 @@ class LocalExecutor:
             count = plan.num_results
             slot.host_out.tensor[:count].copy_(slot.device_out.tensor[:count], non_blocking=True)
 
-        timed: Timed = untimed
-        if recorder is not None:
-            recorder.mark(LAUNCH)
-            timed = slot.timer.around
+        recorder.mark(LAUNCH)
         if size:
             device.h2d.run(timed(H2D, copy_in), f"copy in {plan.step}", reads=(slot.host_in,), writes=(slot.device_in,))
             device.h2d.record(slot.h2d_over)
@@ -127,15 +116,13 @@ class LocalExecutor:
         device.d2h.wait(slot.compute_over)
         device.d2h.run(timed(D2H, copy_out), f"copy out {plan.step}", reads=(slot.device_out,), writes=(slot.host_out,))
         device.d2h.record(slot.d2h_over)
-        if recorder is not None:
-            recorder.launched(plan.step, plan.num_samples, plan.num_tokens, len(plan.new_blocks))
+        recorder.launched(plan.step, plan.num_samples, plan.num_tokens, len(plan.new_blocks))
         return Ticket(plan, slot, failure)
 
     def collect(self, ticket: Ticket) -> IntArray:
         slot = ticket.slot
         assert slot is not None
-        if self._recorder is not None:
-            self._recorder.mark(COLLECT)
+        self._recorder.mark(COLLECT)
         try:
             slot.d2h_over.synchronize()
             if ticket.error is not None:
@@ -145,12 +132,10 @@ class LocalExecutor:
         except GaplessError:
             raise
         except Exception as error:
-            if self._recorder is not None:
-                self._recorder.failed()
+            self._recorder.failed()
             raise StepFailed(f"step {ticket.plan.step} failed on the device: {error}") from error
         finally:
-            if self._recorder is not None:
-                self._recorder.collected(slot.timer.read())
+            self._recorder.collected(slot.timer.read())
             self._device.release(f"collect {ticket.plan.step}", slot.buffers)
             self._free.append(slot)
         return results

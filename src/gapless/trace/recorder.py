@@ -66,6 +66,8 @@ class Fold:
 class Recorder:
     """The memory of one engine's timeline: of the last `kept_steps` or some more, or, if None, of all."""
 
+    is_timed = True  # each step comes with the times of its parts
+
     def __init__(
         self,
         *,
