@@ -35,7 +35,7 @@ class Ticket:
 
 
 class Executor(Protocol):
-    """What the loop needs of whoever runs its plans."""
+    """Runs the loop's plans."""
 
     def launch(self, plan: Plan) -> Ticket:
         """Queue the plan without waiting."""
@@ -48,7 +48,7 @@ class Executor(Protocol):
 
 
 class StepRunner(Protocol):
-    """What the executor needs of a runner."""
+    """Runs one step of a plan that it packed itself."""
 
     buffers: Sequence[Buffer]
 
@@ -76,48 +76,61 @@ class LocalExecutor:
 
     def launch(self, plan: Plan) -> Ticket:
         slot = self._free.popleft()
-        device, runner = self._device, self._runner
-        recorder, timed = self._recorder, slot.timer.around
-        recorder.mark(FILL)
-        device.touch(f"fill {plan.step}", writes=(slot.host_in,))
-        filled = runner.fill(plan, slot.host_in.array)
-        size = filled.size
+        self._recorder.mark(FILL)
+        filled = self._fill(plan, slot)
+        self._recorder.mark(LAUNCH)
+        self._copy_in(filled, slot)
+        failure = self._compute(filled, slot)
+        self._copy_out(plan, slot)
+        self._recorder.launched(plan.step, plan.num_samples, plan.num_tokens, len(plan.new_blocks))
+        return Ticket(plan, slot, failure)
 
-        def copy_in() -> None:
+    def _fill(self, plan: Plan, slot: Slot) -> Filled:
+        self._device.touch(f"fill {plan.step}", writes=(slot.host_in,))
+        return self._runner.fill(plan, slot.host_in.array)
+
+    def _copy_in(self, filled: Filled, slot: Slot) -> None:
+        size = filled.size
+        if size == 0:
+            return
+
+        def copy() -> None:
             slot.device_in.tensor[:size].copy_(slot.host_in.tensor[:size], non_blocking=True)
 
-        def compute() -> None:
+        h2d, label = self._device.h2d, f"copy in {filled.plan.step}"
+        h2d.run(slot.timer.around(H2D, copy), label, reads=(slot.host_in,), writes=(slot.device_in,))
+        h2d.record(slot.h2d_over)
+        self._device.compute.wait(slot.h2d_over)
+
+    def _compute(self, filled: Filled, slot: Slot) -> Exception | None:
+        """Queue the model's part; returns what it raised, on devices that run it at once."""
+        runner, size, failure = self._runner, filled.size, None
+
+        def step() -> None:
             runner.step(filled, slot.device_in.tensor[:size], slot.device_out.tensor)
 
-        def copy_out() -> None:
-            count = plan.num_results
-            slot.host_out.tensor[:count].copy_(slot.device_out.tensor[:count], non_blocking=True)
-
-        recorder.mark(LAUNCH)
-        if size:
-            device.h2d.run(timed(H2D, copy_in), f"copy in {plan.step}", reads=(slot.host_in,), writes=(slot.device_in,))
-            device.h2d.record(slot.h2d_over)
-            device.compute.wait(slot.h2d_over)
-
-        failure = None
+        compute, label = self._device.compute, f"compute {filled.plan.step}"
+        reads = (slot.device_in,) if size else ()
         try:
-            device.compute.run(
-                timed(COMPUTE, compute),
-                f"compute {plan.step}",
-                reads=(slot.device_in,) if size else (),
-                writes=(slot.device_out, *runner.buffers),
-            )
+            timed = slot.timer.around(COMPUTE, step)
+            compute.run(timed, label, reads=reads, writes=(slot.device_out, *runner.buffers))
         except GaplessError:
             raise
         except Exception as error:
             failure = error
-        device.compute.record(slot.compute_over)
+        compute.record(slot.compute_over)
+        return failure
 
-        device.d2h.wait(slot.compute_over)
-        device.d2h.run(timed(D2H, copy_out), f"copy out {plan.step}", reads=(slot.device_out,), writes=(slot.host_out,))
-        device.d2h.record(slot.d2h_over)
-        recorder.launched(plan.step, plan.num_samples, plan.num_tokens, len(plan.new_blocks))
-        return Ticket(plan, slot, failure)
+    def _copy_out(self, plan: Plan, slot: Slot) -> None:
+        count = plan.num_results
+
+        def copy() -> None:
+            slot.host_out.tensor[:count].copy_(slot.device_out.tensor[:count], non_blocking=True)
+
+        d2h, label = self._device.d2h, f"copy out {plan.step}"
+        d2h.wait(slot.compute_over)
+        d2h.run(slot.timer.around(D2H, copy), label, reads=(slot.device_out,), writes=(slot.host_out,))
+        d2h.record(slot.d2h_over)
 
     def collect(self, ticket: Ticket) -> IntArray:
         slot = ticket.slot
