@@ -31,15 +31,15 @@ def has(text: list[int], fault: list[int]) -> bool:
 
 
 def faulty(step: Any) -> Any:
-    def run(self: Any, plan: Any, *rest: Any) -> None:
-        if asks_for(plan, KILLS):
+    def run(self: Any, filled: Any, *rest: Any) -> None:
+        if asks_for(filled.plan, KILLS):
             os.kill(os.getpid(), signal.SIGKILL)
-        if asks_for(plan, HANGS):
+        if asks_for(filled.plan, HANGS):
             threading.Event().wait()
-        if asks_for(plan, RAISES):
+        if asks_for(filled.plan, RAISES):
             raise RuntimeError("the device said no")
         time.sleep(STEP_S)
-        step(self, plan, *rest)
+        step(self, filled, *rest)
 
     return run
 
