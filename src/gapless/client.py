@@ -118,7 +118,7 @@ class Client:
             self._chat.close()
         files, self._trace = self._trace, None
         if files is not None:
-            files.write([self.engine.timeline().trimmed()])
+            files.write([self.engine.monitor.timeline().trimmed()])
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
         """Token ids of a prompt. Raises InvalidRequest."""

@@ -47,7 +47,7 @@ class LLM:
 
     def stats(self) -> Stats:
         """All counters, now; subtract two readings to describe a run."""
-        return self.engine.stats()
+        return self.engine.monitor.stats()
 
     def generate(
         self,

@@ -15,9 +15,9 @@ from gapless import LLM, AsyncLLM, SamplingParams
 from gapless.bench import workload_jobs, workloads
 from gapless.cli import main
 from gapless.commands import EXIT_INTERRUPTED
-from gapless.core.plan import Plan
 from gapless.errors import ConfigError
 from gapless.report import OverlapMeter, idle_line
+from gapless.runner.fill import Filled
 from gapless.runner.runner import Runner
 from tiny import CPU
 
@@ -98,10 +98,10 @@ def test_a_run_that_fails_is_traced_and_told(
 ) -> None:
     original = Runner.step
 
-    def step(self: Runner, plan: Plan, *rest: Any) -> None:
-        if plan.step == 9:
+    def step(self: Runner, filled: Filled, *rest: Any) -> None:
+        if filled.plan.step == 9:
             raise RuntimeError("made to fail")
-        original(self, plan, *rest)
+        original(self, filled, *rest)
 
     out, flags = tmp_path / "T.json", ["--model", str(tiny_dir), "--depth", "2", "--no-native", *SMALL]
     with patch.object(Runner, "step", step):
@@ -185,7 +185,7 @@ def test_a_trace_nowhere_is_refused_before_loading(tiny_dir: Path) -> None:
 def test_the_summary_is_of_what_came_between(tiny_dir: Path) -> None:
     with LLM(tiny_dir, **CPU, depth=1, num_blocks=64) as llm:
         llm.generate(["Hello"], GREEDY)
-        meter = OverlapMeter(llm.engine)
+        meter = OverlapMeter(llm.engine.monitor)
         llm.generate(["Hello", "abc"], GREEDY)
         overlap, idle = meter.summary().splitlines()
     assert overlap.startswith("overlap: 8 steps, ")

@@ -133,7 +133,7 @@ class Pulse(Message, frozen=True):
     num_used_blocks: int
     depth: int
     elapsed_s: float  # since the engine was ready
-    stats: dict[str, float]  # counters of Engine.stats
+    stats: dict[str, float]  # counters of Monitor.stats
     ledger: dict[str, int]
     idle_s: dict[str, float]  # of the device, by cause
 
