@@ -25,6 +25,7 @@ from gapless.errors import (
     InvalidRequest,
     ModelError,
     ModelNotFound,
+    PromptTooLong,
     UnsupportedModel,
 )
 from gapless.models.source import resolve
@@ -75,6 +76,12 @@ def test_prompts(tiny_llm: LLM, prompts: Any, parts: tuple[str, ...]) -> None:
     with refused(InvalidRequest, *parts):
         tiny_llm.generate(prompts, GREEDY)
     assert (tiny_llm.stats() - before).num_steps == 0, "something ran, though a prompt was bad"
+
+
+def test_an_error_of_one_prompt_among_others_keeps_its_kind_and_its_parameter(tiny_llm: LLM) -> None:
+    with pytest.raises(PromptTooLong, match="prompt 1: This model's maximum context length") as caught:
+        tiny_llm.generate(["a", "x" * 10**6], GREEDY)
+    assert caught.value.param == "prompt"
 
 
 @pytest.mark.parametrize("prompt", ["", [], [97], 5, None, ["a"]], ids=repr)

@@ -124,21 +124,21 @@ class Client:
         """Token ids of a prompt. Raises InvalidRequest."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise InvalidRequest(self._no_tokenizer)
+                raise InvalidRequest(self._no_tokenizer, "prompt")
             if not prompt:
-                raise InvalidRequest("the prompt is empty; it needs at least one character")
+                raise InvalidRequest("the prompt is empty; it needs at least one character", "prompt")
             self.tokenizer.check_length(prompt, self._most)
             return self.tokenizer.encode(prompt)
         if isinstance(prompt, (list, tuple)) and all(type(token) is int for token in prompt):
             return prompt
-        raise InvalidRequest(f"a prompt is text or a list of token ids, got {_excerpt(prompt)}")
+        raise InvalidRequest(f"a prompt is text or a list of token ids, got {_excerpt(prompt)}", "prompt")
 
     def encode_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, continue_final_message: bool = False
     ) -> Sequence[int]:
         """Token ids of a conversation, ready for the assistant's turn. Raises InvalidRequest."""
         if self._chat is None:
-            raise InvalidRequest(self._no_tokenizer)
+            raise InvalidRequest(self._no_tokenizer, "messages")
         self.engine.check_process()  # the template process answers one process
         return self._chat.encode(
             messages,
@@ -155,7 +155,7 @@ class Client:
     def prepare(self, tokens: Sequence[int], params: SamplingParams, *, streams: bool) -> Job:
         """A job that is sure to be accepted. Stop strings need each token as it comes."""
         if params.stop and self.tokenizer is None:
-            raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids")
+            raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", "stop")
         request = self.engine.make_request(tokens, params, streams=streams or bool(params.stop))
         return Job(request, Assembler(self.tokenizer, params.stop, min_tokens=params.min_tokens), self.engine)
 
@@ -179,7 +179,7 @@ def check_params(params: object) -> SamplingParams:
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
-        raise InvalidRequest(f"params must be SamplingParams, got {_excerpt(params)}")
+        raise InvalidRequest(f"params must be SamplingParams, got {_excerpt(params)}", "params")
     return params
 
 

@@ -359,10 +359,12 @@ def test_the_checking_mode_checks(make_engine, monkeypatch, caplog) -> None:
 
 def test_a_request_cannot_be_made_of_bad_tokens(make_engine) -> None:
     engine = make_engine()
-    with pytest.raises(InvalidRequest, match="prompt: token id 97 at index 1 is not in the vocabulary of 97"):
+    with pytest.raises(InvalidRequest, match="prompt: token id 97 at index 1 is not in the vocabulary of 97") as caught:
         engine.make_request([1, 97], GREEDY)
-    with pytest.raises(InvalidRequest, match="stop_token_ids: token id 97 at index 0 is not in the vocabulary of 97"):
+    assert caught.value.param == "prompt"
+    with pytest.raises(InvalidRequest, match="stop_token_ids: token id 97 at index 0 is not in") as caught:
         engine.make_request([1], SamplingParams(stop_token_ids=(97,)))
+    assert caught.value.param == "stop_token_ids"
     assert isinstance(engine.make_request([0, 96], GREEDY), Request)
 
 

@@ -27,9 +27,8 @@ def make_request(
     model, limits = resolved.model, resolved.limits
     _check_tokens(prompt, model.vocab_size, "prompt")
     _check_tokens(params.stop_token_ids, model.vocab_size, "stop_token_ids", empty=True)
-    most = max(params.logprobs or 0, params.prompt_logprobs or 0)
-    if most > model.vocab_size:
-        raise InvalidRequest(f"the {most} likeliest tokens of a vocabulary of {model.vocab_size} cannot be given")
+    _check_top("logprobs", params.logprobs, model.vocab_size)
+    _check_top("prompt_logprobs", params.prompt_logprobs, model.vocab_size)
     request = Request(
         id=request_id,
         prompt=int_array(prompt),
@@ -46,19 +45,26 @@ def make_request(
     return request
 
 
+def _check_top(name: str, count: int | None, vocab_size: int) -> None:
+    if (count or 0) > vocab_size:
+        raise InvalidRequest(f"the {count} likeliest tokens of a vocabulary of {vocab_size} cannot be given", name)
+
+
 def _stop_ids(params: SamplingParams, eos: Sequence[int]) -> tuple[int, ...]:
     stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
     if len(stop_ids) > MAX_STOP_IDS:
-        raise InvalidRequest(f"{len(stop_ids)} stop and end-of-sequence tokens; at most {MAX_STOP_IDS}")
+        message = f"{len(stop_ids)} stop and end-of-sequence tokens; at most {MAX_STOP_IDS}"
+        raise InvalidRequest(message, "stop_token_ids")
     return stop_ids
 
 
 def _check_tokens(tokens: Sequence[int] | IntArray, vocab_size: int, what: str, *, empty: bool = False) -> None:
     """Raise InvalidRequest unless all are ids of the vocabulary."""
     if len(tokens) == 0 and not empty:
-        raise InvalidRequest(f"the {what} is empty; it needs at least one token")
+        raise InvalidRequest(f"the {what} is empty; it needs at least one token", what)
     if isinstance(tokens, np.ndarray) and len(tokens) > 0 and tokens.min() >= 0 and tokens.max() < vocab_size:
         return
     for index, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
-            raise InvalidRequest(f"{what}: token id {token} at index {index} is not in the vocabulary of {vocab_size}")
+            message = f"{what}: token id {token} at index {index} is not in the vocabulary of {vocab_size}"
+            raise InvalidRequest(message, what)

@@ -184,7 +184,7 @@ class EngineProcess:
             )
         except InvalidRequest as error:
             self._requests.pop(message.id, None)
-            self._outbox.put(Over(message.id, "invalid", error=str(error)))
+            self._outbox.put(Over(message.id, "invalid", error=str(error), param=error.param))
         except EngineClosed as error:
             self._fail(error)
 

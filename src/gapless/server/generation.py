@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from gapless.server.errors import ApiError
-from gapless.server.messages import Scores
+from gapless.server.messages import Over, Scores
 from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
 from gapless.text.assembler import Assembler
@@ -83,7 +83,7 @@ class Choice:
         num_before = self.num_tokens
         text = self._assembler.push(new) if self._shows_tokens else ""
         if self._assembler.stop is None and over is not None:
-            _raise_failure(over.reason, over.error)
+            _raise_failure(over)
             text += self._assembler.finish()
         if self._assembler.stop is not None:
             self.finish_reason = "stop"
@@ -150,12 +150,13 @@ class Generation:
             pass
 
 
-def _raise_failure(reason: str, error: str | None) -> None:
-    match reason:
+def _raise_failure(over: Over) -> None:
+    error = over.error
+    match over.reason:
         case "stop" | "length":
             return
         case "invalid":
-            raise ApiError(400, error or "the engine refused the request")
+            raise ApiError(400, error or "the engine refused the request", param=over.param)
         case "refused":
             raise ApiError(500, error or "the request was refused", code="engine_crash")
         case "timeout":

@@ -107,6 +107,7 @@ class Over(Message, frozen=True):
     reason: str  # "stop", "length", "abort", "error", or "invalid": refused before the queue
     num_cached: int = 0
     error: str | None = None
+    param: str | None = None  # what an invalid request is invalid for
 
 
 class News(Message, frozen=True):

@@ -229,7 +229,7 @@ class Service:
         try:
             params = SamplingParams.from_dict({**values, **scores, "max_tokens": max_tokens, "stop": stops})
         except InvalidRequest as error:
-            raise ApiError(400, str(error), param=_named_first(str(error), (*named, "stop", "max_tokens"))) from None
+            raise ApiError(400, str(error), param=error.param) from None
         self._check_stop_ids(params)
         return params
 
@@ -332,12 +332,11 @@ def _nth(params: SamplingParams, number: int) -> SamplingParams:
     return replace(params, seed=derive_seed(params.seed, number))
 
 
-def _refusal(error: Exception, param: str) -> ApiError:
+def _refusal(error: InvalidRequest | CorruptModel, text: str) -> ApiError:
+    """An error as the client is told it. `text`: what the client calls its prompt or its messages."""
+    named = error.param if isinstance(error, InvalidRequest) else None
+    param = text if named in (None, "prompt", "messages") else named
     if isinstance(error, TemplateBusy):
         return ApiError(503, str(error), param=param, code="template_busy", retry_after_s=RETRY_AFTER_S)
     code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
     return ApiError(400, str(error), param=param, code=code)
-
-
-def _named_first(message: str, names: Sequence[str]) -> str | None:
-    return next((name for name in names if message.startswith(name)), None)
