@@ -1,6 +1,7 @@
-"""What comes out of a step: new tokens, ended requests, and what was counted on the way.
+"""What comes out of a step: new tokens, ended requests, and what was counted on the way; and when a request is over.
 
-Values only. The scheduler makes them; the output side reads them.
+Values, which the scheduler makes and the output side reads. `how_over` is the rule for one request; the scheduler
+applies it to all rows at once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gapless.core.params import SamplingParams
 from gapless.core.request import IntArray, Request
 
 
@@ -61,6 +63,16 @@ class Counters:
     num_overrun: int = 0  # samples of a request that had already left its row
     num_preemptions: int = 0
     num_recomputed: int = 0  # positions that a preemption threw away
+
+
+def how_over(generated: Sequence[int], params: SamplingParams, stop_ids: Sequence[int], most: int) -> str | None:
+    """How a request ends with the last of its generated tokens, "stop" or "length"; None if it goes on.
+
+    stop_ids: its stop and end-of-sequence tokens. most: tokens that it may generate.
+    """
+    if len(generated) > params.min_tokens and generated[-1] in stop_ids:
+        return "stop"
+    return "length" if len(generated) >= most else None
 
 
 def token_logprob(token: int, score: IntArray, num_top: int) -> TokenLogprob:

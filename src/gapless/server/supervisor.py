@@ -22,6 +22,7 @@ from pathlib import Path
 
 from gapless.child import spawn
 from gapless.config import EngineOptions
+from gapless.core.outcome import how_over
 from gapless.core.params import SamplingParams, derive_seed
 from gapless.errors import GaplessError
 from gapless.server.channel import Disconnected, ParentChannel
@@ -246,13 +247,11 @@ class Supervisor:
 
     def _unheard_end(self, flight: Flight) -> str | None:
         """How a flight ended whose last token came, but not the word that it was the last."""
-        params, count = flight.params, len(flight.tokens)
-        assert self.info is not None
-        eos = () if params.ignore_eos else self.info.eos_token_ids
-        if count > params.min_tokens and flight.tokens[-1] in (*eos, *params.stop_token_ids):
-            return "stop"
-        is_full = len(flight.prompt) + count >= self.info.max_model_len
-        return "length" if count >= params.max_tokens or is_full else None
+        params, info = flight.params, self.info
+        assert info is not None
+        eos = () if params.ignore_eos else info.eos_token_ids
+        most = min(params.max_tokens, info.max_model_len - len(flight.prompt))
+        return how_over(flight.tokens, params, (*eos, *params.stop_token_ids), most)
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
