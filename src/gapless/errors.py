@@ -35,8 +35,8 @@ class InvalidRequest(GaplessError, ValueError):
 class PromptTooLong(InvalidRequest):
     """A prompt that is longer than the model's context."""
 
-    def __init__(self, most: int, given: str) -> None:
-        message = f"This model's maximum context length is {most} tokens. However, you requested {given}."
+    def __init__(self, most: int, given: str, advice: str = "") -> None:
+        message = f"This model's maximum context length is {most} tokens. However, you requested {given}.{advice}"
         super().__init__(message, "prompt")
 
 

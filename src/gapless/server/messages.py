@@ -94,11 +94,6 @@ class Ready(Message, frozen=True):
     block_size: int
     kv_bytes: int
 
-    @property
-    def room(self) -> int:
-        """Tokens that the KV cache holds."""
-        return self.num_blocks * self.block_size
-
 
 class Over(Message, frozen=True):
     """A request has ended."""

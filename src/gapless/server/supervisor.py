@@ -22,6 +22,7 @@ from pathlib import Path
 
 from gapless.child import spawn
 from gapless.config import EngineOptions
+from gapless.core.limits import all_stop_ids, most_new_tokens
 from gapless.core.outcome import how_over
 from gapless.core.params import SamplingParams, derive_seed
 from gapless.errors import GaplessError
@@ -249,9 +250,8 @@ class Supervisor:
         """How a flight ended whose last token came, but not the word that it was the last."""
         params, info = flight.params, self.info
         assert info is not None
-        eos = () if params.ignore_eos else info.eos_token_ids
-        most = min(params.max_tokens, info.max_model_len - len(flight.prompt))
-        return how_over(flight.tokens, params, (*eos, *params.stop_token_ids), most)
+        stop_ids = all_stop_ids(params, info.eos_token_ids, info.vocab_size)
+        return how_over(flight.tokens, params, stop_ids, most_new_tokens(len(flight.prompt), params, info))
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
