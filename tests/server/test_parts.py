@@ -40,7 +40,7 @@ from gapless.server.protocol import Message as ChatMessage
 from gapless.server.roster import Flight, Roster
 from gapless.server.supervisor import Supervisor, count_oom_kills
 from gapless.server.traces import Traces
-from gapless.text.assembler import Assembler
+from gapless.text.transcript import Transcript
 from tiny import ALPHABET
 
 # -- the roster --------------------------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def test_others_have_their_turn_between_the_choices_of_a_long_answer() -> None:
         flights = [Flight(i, [1, 2], SamplingParams(seed=i), changed) for i in range(20)]
         for flight in flights:
             flight.over = Over(flight.id, "length")
-        choices = [Choice(flight.id, flight, Assembler(None, ())) for flight in flights]
+        choices = [Choice(flight.id, flight, Transcript(None, ())) for flight in flights]
         changed.set()
         generation = Generation(Supervisor(EngineOptions()), choices, changed, asyncio.get_running_loop().time() + 60)
         body = CompletionRequest(prompt=[1, 2], logprobs=1)

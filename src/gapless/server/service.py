@@ -28,11 +28,11 @@ from gapless.server.protocol import Choosing, Message, Sampling
 from gapless.server.render_pool import RenderPool
 from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
-from gapless.text.assembler import Assembler
 from gapless.text.control import LONG_TEXT
 from gapless.text.conversation import ChatEncoder, Versions
 from gapless.text.render_process import RenderProcess
 from gapless.text.tokenizer import HUGE_TEXT, Tokenizer
+from gapless.text.transcript import Transcript
 
 log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
@@ -272,8 +272,8 @@ class Service:
     def _choice(self, index: int, plan: Plan, flight: Flight) -> Choice:
         params = plan.params
         scored = params.logprobs is not None
-        assembler = Assembler(self.tokenizer, params.stop, min_tokens=params.min_tokens, tells_starts=scored)
-        return Choice(index, flight, assembler, shows_tokens=plan.shows_tokens, tells_all=plan.tells_all)
+        transcript = Transcript(self.tokenizer, params.stop, min_tokens=params.min_tokens, tells_starts=scored)
+        return Choice(index, flight, transcript, shows_tokens=plan.shows_tokens, tells_all=plan.tells_all)
 
     def _forget(self, flight: Flight) -> None:
         self._note_default_limit(flight)
