@@ -26,6 +26,7 @@ from gapless.errors import ConfigError, InvalidRequest
 from gapless.server.channel import ChildChannel, Disconnected
 from gapless.server.chat import answer_chat
 from gapless.server.completions import CompletionAnswer
+from gapless.server.engine_child import count_oom_kills
 from gapless.server.engine_process import read_timeline
 from gapless.server.errors import dump, dump_early
 from gapless.server.generation import Choice, Generation
@@ -38,7 +39,7 @@ from gapless.server.options import ServerOptions, read_keys
 from gapless.server.protocol import ChatRequest, CompletionRequest
 from gapless.server.protocol import Message as ChatMessage
 from gapless.server.roster import Flight, Roster
-from gapless.server.supervisor import Supervisor, count_oom_kills
+from gapless.server.supervisor import Supervisor
 from gapless.server.traces import Traces
 from gapless.text.transcript import Transcript
 from tiny import ALPHABET
