@@ -22,7 +22,7 @@ def generate(depth: int) -> list[tuple[int, ...]]:
     with LLM("smollm2", dtype="float32", depth=depth) as llm:
         before = llm.stats()
         results = llm.generate(PROMPTS, params)
-        print(overlap_line(llm.stats() - before, llm.engine))
+        print(overlap_line(llm.stats() - before, llm.engine.monitor))
     return [result.token_ids for result in results]
 
 

@@ -25,6 +25,7 @@ from gapless.errors import (
     InvalidRequest,
     ModelError,
     ModelNotFound,
+    PromptTooLong,
     UnsupportedModel,
 )
 from gapless.models.source import resolve
@@ -54,10 +55,6 @@ PROMPTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "id negative": ([[-1]], ("token id -1 at index 0", f"vocabulary of {VOCAB_SIZE}")),
     "id beyond 64 bits": ([[10**30]], (f"token id {10**30}",)),
     "bad id among others": (["a", [99]], ("prompt 1: ", "token id 99")),
-    "too long": (
-        [[1] * MAX_LEN],
-        (f"the prompt has {MAX_LEN} tokens", f"max_model_len {MAX_LEN}", f"at most {MAX_LEN - 1}"),
-    ),
     "a fraction": ([[1, 2.5]], ("a prompt is text or a list of token ids, got [1, 2.5]",)),
     "a truth value": ([[True]], ("got [True]",)),
     "nothing": ([None], ("a prompt is text or a list of token ids, got None",)),
@@ -77,6 +74,12 @@ def test_prompts(tiny_llm: LLM, prompts: Any, parts: tuple[str, ...]) -> None:
     assert (tiny_llm.stats() - before).num_steps == 0, "something ran, though a prompt was bad"
 
 
+def test_an_error_of_one_prompt_among_others_keeps_its_kind_and_its_parameter(tiny_llm: LLM) -> None:
+    with pytest.raises(PromptTooLong, match="prompt 1: This model's maximum context length") as caught:
+        tiny_llm.generate(["a", "x" * 10**6], GREEDY)
+    assert caught.value.param == "prompt"
+
+
 @pytest.mark.parametrize("prompt", ["", [], [97], 5, None, ["a"]], ids=repr)
 def test_prompts_of_streams_are_checked_before_the_first_delta(tiny_llm: LLM, prompt: Any) -> None:
     with pytest.raises(InvalidRequest):
@@ -90,9 +93,16 @@ def test_the_engine_goes_on_after_bad_input(tiny_llm: LLM, tiny_dir: Path) -> No
     assert tiny_llm.generate("a", GREEDY)[0].token_ids == truth(tiny_dir, "a").tokens[:4]
 
 
+def test_a_prompt_that_leaves_no_room_for_a_token(tiny_llm: LLM) -> None:
+    numbers = f"{MAX_LEN + 1} tokens ({MAX_LEN} in the prompt and 1 to generate)"
+    with refused(PromptTooLong, f"context length is {MAX_LEN} tokens", numbers):
+        tiny_llm.generate([[1] * MAX_LEN], GREEDY)
+    assert len(tiny_llm.generate([[1] * (MAX_LEN - 1)], GREEDY)[0].token_ids) == 1
+
+
 def test_a_prompt_that_does_not_fit_the_cache(make_llm) -> None:
     llm = make_llm(num_blocks=2)
-    with refused(InvalidRequest, "need 34 tokens of KV cache", "room for 32 (2 blocks of 16)", "raise num_blocks"):
+    with refused(PromptTooLong, "requested 34 tokens", "room for 32 tokens (2 blocks of 16)", "raise num_blocks"):
         llm.generate([[1] * 30], GREEDY)
     assert len(llm.generate([[1] * 28], GREEDY)[0].token_ids) <= 4
 

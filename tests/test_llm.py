@@ -444,7 +444,7 @@ def test_close_while_another_thread_generates_tells_it(make_llm) -> None:
 
 def test_a_failed_step_shows_in_its_completions_and_in_no_others(make_llm, tiny_dir: Path, monkeypatch) -> None:
     llm = make_llm(max_num_rows=2, depth=2)
-    runner = llm.engine._built.runner
+    runner = llm.engine._parts.built.runner
     step = runner.step
 
     def broken(filled, packed_plan, out):

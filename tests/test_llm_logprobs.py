@@ -196,7 +196,7 @@ def _abort_soon(llm: LLM, job: Any) -> Any:
 
 def test_a_failed_step_leaves_the_others_right(make_llm, monkeypatch: pytest.MonkeyPatch, logits_of: Logits) -> None:
     llm = make_llm(max_num_rows=3, max_batch_tokens=16)
-    runner = llm.engine._built.runner
+    runner = llm.engine._parts.built.runner
     step, counted = runner.step, iter(range(10**6))
 
     def failing(*args: Any) -> None:

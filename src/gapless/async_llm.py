@@ -49,7 +49,7 @@ class AsyncLLM:
 
     def stats(self) -> Stats:
         """All counters, now."""
-        return self._client.engine.stats()
+        return self._client.engine.monitor.stats()
 
     async def close(self) -> None:
         """Stop the engine. What still runs is aborted, and its callers are told."""

@@ -20,9 +20,9 @@ from gapless.errors import ConfigError, InvalidRequest, ModelNotFound
 from gapless.models.source import ModelSource, resolve
 from gapless.pipeline.engine import Engine
 from gapless.text import load_tokenizer
-from gapless.text.assembler import Assembler
 from gapless.text.local_chat import LocalChat
 from gapless.text.tokenizer import Tokenizer
+from gapless.text.transcript import Transcript
 from gapless.trace.files import TraceFiles
 
 log = logging.getLogger(__name__)
@@ -57,40 +57,40 @@ class Delta:
 
 
 class Job:
-    """One prompt on its way: its request, and the text built so far."""
+    """One prompt on its way: its request, and what came of it so far."""
 
-    def __init__(self, request: Request, assembler: Assembler, engine: Engine) -> None:
+    def __init__(self, request: Request, transcript: Transcript, engine: Engine) -> None:
         self.request = request
-        self._assembler = assembler
+        self._transcript = transcript
         self._engine = engine
 
     def take(self, news: Progress | Finished) -> Delta:
         """Turn what the engine delivered into text; end the request when a stop string was found."""
         if isinstance(news, Finished):
             return self._finish(news)
-        if self._assembler.stop is not None:
+        added = self._transcript.take((news.token,))
+        if not added.token_ids:
             return Delta("", ())  # sampled before the engine learned of the stop
-        text = self._assembler.push((news.token,))
-        if self._assembler.stop is not None:
+        if self._transcript.stop is not None:
             self._engine.abort(self.request.id, "stop")
-        return Delta(text, (news.token,), logprobs=() if news.logprob is None else (news.logprob,))
+        return Delta(added.text, (news.token,), logprobs=() if news.logprob is None else (news.logprob,))
 
     def _finish(self, news: Finished) -> Delta:
-        request, assembler = self.request, self._assembler
-        num_seen = len(assembler.token_ids)
-        text = assembler.push(request.tokens[request.num_prompt + num_seen :].tolist()) + assembler.finish()
+        request, transcript = self.request, self._transcript
+        num_seen = len(transcript.token_ids)
+        added = transcript.take(request.tokens[request.num_prompt + num_seen :].tolist(), news.reason)
         completion = Completion(
-            text=assembler.text,
-            token_ids=tuple(assembler.token_ids),
-            finish_reason="stop" if assembler.stop is not None else news.reason,
+            text=transcript.text,
+            token_ids=tuple(transcript.token_ids),
+            finish_reason="stop" if transcript.stop is not None else news.reason,  # of this run
             prompt_token_ids=tuple(request.prompt.tolist()),
             num_cached_tokens=request.num_cached,
-            stop=assembler.stop,
+            stop=transcript.stop,
             error=str(news.error) if news.error is not None else None,
-            logprobs=completion_logprobs(request, len(assembler.token_ids)),
+            logprobs=completion_logprobs(request, len(transcript.token_ids)),
             prompt_logprobs=prompt_logprobs(request),
         )
-        return Delta(text, completion.token_ids[num_seen:], completion, (completion.logprobs or ())[num_seen:])
+        return Delta(added.text, tuple(added.token_ids), completion, (completion.logprobs or ())[num_seen:])
 
 
 class Client:
@@ -118,27 +118,27 @@ class Client:
             self._chat.close()
         files, self._trace = self._trace, None
         if files is not None:
-            files.write([self.engine.timeline().trimmed()])
+            files.write([self.engine.monitor.timeline().trimmed()])
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
         """Token ids of a prompt. Raises InvalidRequest."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise InvalidRequest(self._no_tokenizer)
+                raise InvalidRequest(self._no_tokenizer, "prompt")
             if not prompt:
-                raise InvalidRequest("the prompt is empty; it needs at least one character")
+                raise InvalidRequest("the prompt is empty; it needs at least one character", "prompt")
             self.tokenizer.check_length(prompt, self._most)
             return self.tokenizer.encode(prompt)
         if isinstance(prompt, (list, tuple)) and all(type(token) is int for token in prompt):
             return prompt
-        raise InvalidRequest(f"a prompt is text or a list of token ids, got {_excerpt(prompt)}")
+        raise InvalidRequest(f"a prompt is text or a list of token ids, got {_excerpt(prompt)}", "prompt")
 
     def encode_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, continue_final_message: bool = False
     ) -> Sequence[int]:
         """Token ids of a conversation, ready for the assistant's turn. Raises InvalidRequest."""
         if self._chat is None:
-            raise InvalidRequest(self._no_tokenizer)
+            raise InvalidRequest(self._no_tokenizer, "messages")
         self.engine.check_process()  # the template process answers one process
         return self._chat.encode(
             messages,
@@ -155,9 +155,9 @@ class Client:
     def prepare(self, tokens: Sequence[int], params: SamplingParams, *, streams: bool) -> Job:
         """A job that is sure to be accepted. Stop strings need each token as it comes."""
         if params.stop and self.tokenizer is None:
-            raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids")
+            raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", "stop")
         request = self.engine.make_request(tokens, params, streams=streams or bool(params.stop))
-        return Job(request, Assembler(self.tokenizer, params.stop, min_tokens=params.min_tokens), self.engine)
+        return Job(request, Transcript(self.tokenizer, params.stop, min_tokens=params.min_tokens), self.engine)
 
 
 def _tokenizer(source: ModelSource) -> Tokenizer | None:
@@ -179,7 +179,7 @@ def check_params(params: object) -> SamplingParams:
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
-        raise InvalidRequest(f"params must be SamplingParams, got {_excerpt(params)}")
+        raise InvalidRequest(f"params must be SamplingParams, got {_excerpt(params)}", "params")
     return params
 
 

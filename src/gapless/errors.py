@@ -25,14 +25,19 @@ class GaplessError(Exception):
 
 
 class InvalidRequest(GaplessError, ValueError):
-    """A prompt or a sampling parameter that cannot be served."""
+    """A prompt or a sampling parameter that cannot be served; `param` names it, where it is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class PromptTooLong(InvalidRequest):
     """A prompt that is longer than the model's context."""
 
-    def __init__(self, most: int, given: str) -> None:
-        super().__init__(f"This model's maximum context length is {most} tokens. However, you requested {given}.")
+    def __init__(self, most: int, given: str, advice: str = "") -> None:
+        message = f"This model's maximum context length is {most} tokens. However, you requested {given}.{advice}"
+        super().__init__(message, "prompt")
 
 
 class TemplateBusy(InvalidRequest):

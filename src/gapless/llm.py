@@ -47,7 +47,7 @@ class LLM:
 
     def stats(self) -> Stats:
         """All counters, now; subtract two readings to describe a run."""
-        return self.engine.stats()
+        return self.engine.monitor.stats()
 
     def generate(
         self,
@@ -66,7 +66,7 @@ class LLM:
     ) -> Any:
         """Answer a conversation, or each of a list of conversations."""
         if not isinstance(messages, (list, tuple)):
-            raise InvalidRequest(f"messages must be a list, got {type(messages).__name__}")
+            raise InvalidRequest(f"messages must be a list, got {type(messages).__name__}", "messages")
         many = len(messages) > 0 and isinstance(messages[0], (list, tuple))
         talks: Sequence[Any] = messages if many else [messages]
         each = _as_params(params, len(talks))
@@ -167,16 +167,18 @@ def _named(index: int, count: int, check: Callable[[Any], Any], value: Any) -> A
     try:
         return check(value)
     except InvalidRequest as error:
-        raise InvalidRequest(f"prompt {index}: {error}" if count > 1 else str(error)) from None
+        if count > 1:
+            error.args = (f"prompt {index}: {error}",)
+        raise
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise InvalidRequest(f"prompts must be a list, got {type(prompts).__name__}")
+        raise InvalidRequest(f"prompts must be a list, got {type(prompts).__name__}", "prompts")
     if len(prompts) == 0:
-        raise InvalidRequest("no prompts: the list is empty")
+        raise InvalidRequest("no prompts: the list is empty", "prompts")
     if all(type(item) is int for item in prompts):
         return [prompts]  # type: ignore[list-item]  # one prompt of token ids
     return list(prompts)  # type: ignore[arg-type]
@@ -186,5 +188,5 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     if not isinstance(params, (list, tuple)):
         return [check_params(params)] * count
     if len(params) != count:
-        raise InvalidRequest(f"{len(params)} sampling parameters for {count} prompts; give one, or one each")
+        raise InvalidRequest(f"{len(params)} sampling parameters for {count} prompts; give one, or one each", "params")
     return [check_params(item) for item in params]

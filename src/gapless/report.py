@@ -6,7 +6,7 @@ import resource
 import sys
 from collections.abc import Mapping
 
-from gapless.pipeline.engine import Engine, Stats
+from gapless.pipeline.engine import Monitor, Stats
 from gapless.trace.text import readable_s
 
 TOP_CAUSES = 3
@@ -15,33 +15,34 @@ TOP_CAUSES = 3
 class OverlapMeter:
     """Reads an engine's counters when made, and says at the end what came between."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.before = engine.stats()
-        self._idle = engine.idle_by_cause()
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self.before = monitor.stats()
+        self._idle = monitor.idle_by_cause()
 
     def summary(self) -> str:
         """How well host and device overlapped: steps, speed, busy share, waste, and why the device idled."""
-        stats, idle = self._engine.stats() - self.before, self._engine.idle_by_cause()
+        monitor = self._monitor
+        stats, idle = monitor.stats() - self.before, monitor.idle_by_cause()
         spent = {cause: seconds - self._idle[cause] for cause, seconds in idle.items()}
-        why = idle_line(spent, stats.time_s) if self._engine.options.record else ""
-        lines = [overlap_line(stats, self._engine), why, self._engine.capture_cost(), self._engine.attention()]
+        why = idle_line(spent, stats.time_s) if monitor.is_recorded else ""
+        lines = [overlap_line(stats, monitor), why, monitor.capture_cost(), monitor.attention()]
         return "\n".join(line for line in lines if line)
 
 
-def overlap_line(stats: Stats, engine: Engine) -> str:
+def overlap_line(stats: Stats, monitor: Monitor) -> str:
     """How well host and device overlapped between two readings, in one line."""
     seconds = max(stats.time_s, 1e-9)
     parts = [
         f"{stats.num_steps} step{'' if stats.num_steps == 1 else 's'}",
         f"{stats.num_generated / seconds:.0f} tok/s",
-        f"device busy {stats.busy_s / seconds:.1%}" if engine.options.record else "not recorded",
+        f"device busy {stats.busy_s / seconds:.1%}" if monitor.is_recorded else "not recorded",
         f"{stats.num_overrun} wasted tokens",
-        f"depth {engine.depth}" + ("" if engine.depth_is_final else " (still measuring)"),
+        f"depth {monitor.depth}" + ("" if monitor.depth_is_final else " (still measuring)"),
     ]
     if stats.num_cached_tokens:
         parts.append(f"{stats.num_cached_tokens / max(stats.num_prompt_tokens, 1):.0%} of prompt tokens cached")
-    parts += [f"{reason} ({count})" for reason, count in engine.ledger().items()]
+    parts += [f"{reason} ({count})" for reason, count in monitor.ledger().items()]
     parts.append(f"peak memory {readable_bytes(peak_memory())}")
     return "overlap: " + ", ".join(parts)
 

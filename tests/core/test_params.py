@@ -61,6 +61,7 @@ def test_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**values)
     assert str(caught.value) == message
+    assert caught.value.param == list(values)[-1]
     assert isinstance(caught.value, GaplessError)
     assert isinstance(caught.value, ValueError)
 

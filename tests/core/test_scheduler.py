@@ -12,7 +12,7 @@ from gapless.core.outcome import Finished
 from gapless.core.request import Request
 from gapless.core.row_fields import need
 from gapless.core.scheduler import Scheduler
-from gapless.errors import InvalidRequest
+from gapless.errors import InvalidRequest, PromptTooLong
 from gapless.pipeline.executor import Ticket
 
 LIMITS = make_limits()
@@ -183,14 +183,14 @@ def test_a_prompt_of_the_longest_length_gets_one_token() -> None:
 
 
 def test_a_prompt_longer_than_the_model_is_refused_with_the_numbers() -> None:
-    with pytest.raises(InvalidRequest, match=r"prompt has 64 tokens; with max_model_len 64 it may have at most 63"):
+    with pytest.raises(PromptTooLong, match=r"is 64 tokens.* 65 tokens \(64 in the prompt and 1 to generate\)\.$"):
         Scheduler(LIMITS).add(make_request("a", [1] * 64, LIMITS))
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     limits = make_limits(num_blocks=4)
     Scheduler(limits).add(make_request("a", [1] * 10, limits, max_tokens=6))
-    with pytest.raises(InvalidRequest, match=r"need 17 tokens of KV cache; there is room for 16 \(4 blocks of 4\)"):
+    with pytest.raises(PromptTooLong, match=r"requested 17 tokens .* room for 16 tokens \(4 blocks of 4\)"):
         Scheduler(limits).add(make_request("a", [1] * 10, limits, max_tokens=7))
 
 

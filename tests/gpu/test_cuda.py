@@ -131,7 +131,7 @@ def test_the_timeline_is_in_order_and_explained(model_dir: Path, prompts: list[l
         llm.generate(prompts, params)
         before = llm.stats()
         llm.generate(prompts, params)
-        found, spent = llm.engine.timeline(before=before), llm.stats() - before
+        found, spent = llm.engine.monitor.timeline(before=before), llm.stats() - before
     s = found.steps
     parts = (s.h2d_begin, s.h2d_end, s.compute_begin, s.compute_end, s.d2h_begin, s.d2h_end)
     for earlier, later in itertools.pairwise(parts):
@@ -148,7 +148,7 @@ def test_decode_steps_come_from_graphs(model_dir: Path, prompts: list[list[int]]
         llm.generate(prompts, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True))
         stats = llm.stats()
         assert stats.num_steps > 30
-        assert llm.engine.ledger()["no graph: prefill"] < 5
+        assert llm.engine.monitor.ledger()["no graph: prefill"] < 5
 
 
 def test_any_sampling_comes_from_graphs(model_dir: Path, prompts: list[list[int]]) -> None:
@@ -159,8 +159,10 @@ def test_any_sampling_comes_from_graphs(model_dir: Path, prompts: list[list[int]
     ]
     with LLM(model_dir, dtype="bfloat16", device="cuda", depth=2) as llm:
         llm.generate(prompts, params)
-        assert [reason for reason in llm.engine.ledger() if reason.startswith("no graph")] == ["no graph: prefill"]
-        assert llm.engine.ledger()["no graph: prefill"] < 5
+        assert [reason for reason in llm.engine.monitor.ledger() if reason.startswith("no graph")] == [
+            "no graph: prefill"
+        ]
+        assert llm.engine.monitor.ledger()["no graph: prefill"] < 5
 
 
 def test_batch_invariant_tokens_depend_on_nothing_but_the_request(model_dir: Path) -> None:
@@ -227,7 +229,7 @@ def test_log_probabilities_are_those_of_transformers(
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=5, prompt_logprobs=20)
     with LLM(model_dir, dtype="float32", device="cuda", **options) as llm:
         found = llm.generate(prompts, params)
-        assert llm.engine.ledger()["no graph: log-probabilities"] > 0
+        assert llm.engine.monitor.ledger()["no graph: log-probabilities"] > 0
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).cuda().eval()
     for done in found:
         tokens = [*done.prompt_token_ids, *done.token_ids]

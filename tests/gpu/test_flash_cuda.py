@@ -33,7 +33,7 @@ def generate(model_dir: Path, **options: Any) -> tuple[list[tuple[int, ...]], st
     with LLM(model_dir, **OPTIONS, **options) as llm:
         found = llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
         assert [completion.error for completion in found] == [None] * len(prompts)
-        return [completion.token_ids for completion in found], llm.engine.attention()
+        return [completion.token_ids for completion in found], llm.engine.monitor.attention()
 
 
 def check_tokens(model_dir: Path, name: str) -> None:

@@ -69,7 +69,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def break_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch, failing: Callable[[Any], bool]) -> None:
-    runner = engine._built.runner
+    runner = engine._parts.built.runner
     step = runner.step
 
     def broken(filled, packed_plan, out):
@@ -106,9 +106,9 @@ def test_a_stream_gets_each_token_and_then_the_end(make_engine) -> None:
 def test_stats_count_and_their_difference_describes_a_run(make_engine) -> None:
     engine = make_engine(depth=1)
     last(submit(engine, [5, 6, 7]))
-    before = engine.stats()
+    before = engine.monitor.stats()
     last(submit(engine, [5, 6, 8, 9]))
-    run = engine.stats() - before
+    run = engine.monitor.stats() - before
     assert (run.num_prompt_tokens, run.num_generated, run.num_steps, run.num_overrun) == (4, 12, 12, 0)
     assert 0 < run.busy_s < run.time_s < TIMEOUT_S
 
@@ -359,10 +359,12 @@ def test_the_checking_mode_checks(make_engine, monkeypatch, caplog) -> None:
 
 def test_a_request_cannot_be_made_of_bad_tokens(make_engine) -> None:
     engine = make_engine()
-    with pytest.raises(InvalidRequest, match="prompt: token id 97 at index 1 is not in the vocabulary of 97"):
+    with pytest.raises(InvalidRequest, match="prompt: token id 97 at index 1 is not in the vocabulary of 97") as caught:
         engine.make_request([1, 97], GREEDY)
-    with pytest.raises(InvalidRequest, match="stop_token_ids: token id 97 at index 0 is not in the vocabulary of 97"):
+    assert caught.value.param == "prompt"
+    with pytest.raises(InvalidRequest, match="stop_token_ids: token id 97 at index 0 is not in") as caught:
         engine.make_request([1], SamplingParams(stop_token_ids=(97,)))
+    assert caught.value.param == "stop_token_ids"
     assert isinstance(engine.make_request([0, 96], GREEDY), Request)
 
 
@@ -417,10 +419,10 @@ def test_the_pulse_tells_idle_from_stuck(make_engine: Callable[..., Engine], mon
     engine = make_engine()
     eventually(lambda: engine.pulse().idle)
     go_on = threading.Event()
-    step = engine._built.runner.step
-    monkeypatch.setattr(engine._built.runner, "step", lambda *args: (go_on.wait(TIMEOUT_S), step(*args)))
+    step = engine._parts.built.runner.step
+    monkeypatch.setattr(engine._parts.built.runner, "step", lambda *args: (go_on.wait(TIMEOUT_S), step(*args)))
     news = submit(engine, [1, 2, 3])
-    eventually(lambda: engine.load().num_running == 1)
+    eventually(lambda: engine.monitor.load().num_running == 1)
     eventually(lambda: (first := engine.pulse()) == (time.sleep(0.05), engine.pulse())[1] and not first.idle)
     answered = threading.Event()
     engine.ping(answered.set)
@@ -429,4 +431,4 @@ def test_the_pulse_tells_idle_from_stuck(make_engine: Callable[..., Engine], mon
     assert answered.wait(TIMEOUT_S)
     last(news)
     eventually(lambda: engine.pulse().idle)
-    assert engine.load().num_running == 0
+    assert engine.monitor.load().num_running == 0

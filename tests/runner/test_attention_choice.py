@@ -239,5 +239,5 @@ def test_the_engine_runs_on_a_library(tiny_dir: Path, monkeypatch: pytest.Monkey
     install(monkeypatch, **FLASH3)
     monkeypatch.setitem(KITS, "cpu", LibraryKit)
     with LLM(tiny_dir, **CPU, **options) as llm:
-        assert llm.engine.attention() == "attention: flash3 (the only candidate)"
+        assert llm.engine.monitor.attention() == "attention: flash3 (the only candidate)"
         assert [item.token_ids for item in llm.generate(prompts, params)] == expected

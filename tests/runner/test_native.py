@@ -228,7 +228,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(
     prompts = ["x" * 24, "short", "y" * 40]
     with LLM(tiny_dir, **CPU, native=is_native, depth=depth) as llm:
         whole = llm.generate(prompts, params)
-        runner: Any = llm.engine._built.runner
+        runner: Any = llm.engine._parts.built.runner
         with torch.inference_mode():
             (runner._model.rotary if is_native else runner._step.model.rotary.table)[30:] = torch.nan
         late, unharmed, early = llm.generate(prompts, params)
@@ -248,7 +248,7 @@ def test_torch_steps_give_the_same_tokens(tiny_dir: Path, temperature: float) ->
         with LLM(tiny_dir, **CPU, native=is_native, check=True, interleave=3) as llm:
             found.append([c.token_ids for c in llm.generate(PROMPTS, params)])
             assert llm.engine.resolved.native is is_native
-            assert not any("native" in reason for reason in llm.engine.ledger())
+            assert not any("native" in reason for reason in llm.engine.monitor.ledger())
     assert found[0] == found[1]
 
 
@@ -298,7 +298,7 @@ def test_a_system_that_gives_no_more_threads(tiny_dir: Path) -> None:
 def test_float16_runs_in_torch_and_says_so(tiny_dir: Path) -> None:
     with LLM(tiny_dir, device="cpu", dtype="float16") as llm:
         llm.generate(["abc"], SamplingParams(max_tokens=3, ignore_eos=True))
-        assert llm.engine.ledger()["no native call: float16 weights"] == 3
+        assert llm.engine.monitor.ledger()["no native call: float16 weights"] == 3
 
 
 def test_without_a_compiler_steps_run_in_torch_and_say_so(
@@ -309,7 +309,7 @@ def test_without_a_compiler_steps_run_in_torch_and_say_so(
     monkeypatch.setattr(native.native, "why_unavailable", lambda: "no C++ compiler")
     with LLM(tiny_dir, **CPU) as llm:
         llm.generate(["abc"], SamplingParams(max_tokens=3, ignore_eos=True))
-        assert llm.engine.ledger()["no native call: no C++ compiler"] == 3
+        assert llm.engine.monitor.ledger()["no native call: no C++ compiler"] == 3
     assert main(["info", "--model", str(tiny_dir), "--device", "cpu"]) == 0
     assert "torch, for want of a native one: no C++ compiler" in capsys.readouterr().out
 
@@ -325,8 +325,8 @@ def test_a_plan_can_copy_blocks(tiny_dir: Path, is_native: bool) -> None:
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     with LLM(tiny_dir, **CPU, native=is_native, depth=1, num_blocks=64, prefix_cache=False) as llm:
         expected = llm.generate(["x" * 24], params)[0].token_ids
-        runner, promise = llm.engine._built.runner, llm.engine._scheduler._promise
-        step, layers = runner.step, llm.engine._built.layers
+        runner, promise = llm.engine._parts.built.runner, llm.engine._scheduler._promise
+        step, layers = runner.step, llm.engine._parts.built.layers
 
         def moving(*args: Any) -> Plan:
             plan = promise(*args)

@@ -35,9 +35,9 @@ def faulty(step: Any) -> Any:
         plan = filled.plan
         if asks_for(plan, KILLS):
             os.kill(os.getpid(), signal.SIGKILL)
-        if asks_for(plan, HANGS):
+        if asks_for(filled.plan, HANGS):
             threading.Event().wait()
-        if asks_for(plan, RAISES):
+        if asks_for(filled.plan, RAISES):
             raise RuntimeError("the device said no")
         time.sleep(STEP_S)
         step(self, filled, *rest)

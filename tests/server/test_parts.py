@@ -26,6 +26,7 @@ from gapless.errors import ConfigError, InvalidRequest
 from gapless.server.channel import ChildChannel, Disconnected
 from gapless.server.chat import answer_chat
 from gapless.server.completions import CompletionAnswer
+from gapless.server.engine_child import count_oom_kills
 from gapless.server.engine_process import read_timeline
 from gapless.server.errors import dump, dump_early
 from gapless.server.generation import Choice, Generation
@@ -38,9 +39,9 @@ from gapless.server.options import ServerOptions, read_keys
 from gapless.server.protocol import ChatRequest, CompletionRequest
 from gapless.server.protocol import Message as ChatMessage
 from gapless.server.roster import Flight, Roster
-from gapless.server.supervisor import Supervisor, count_oom_kills
+from gapless.server.supervisor import Supervisor
 from gapless.server.traces import Traces
-from gapless.text.assembler import Assembler
+from gapless.text.transcript import Transcript
 from tiny import ALPHABET
 
 # -- the roster --------------------------------------------------------------------------------------------------------
@@ -416,7 +417,7 @@ def test_others_have_their_turn_between_the_choices_of_a_long_answer() -> None:
         flights = [Flight(i, [1, 2], SamplingParams(seed=i), changed) for i in range(20)]
         for flight in flights:
             flight.over = Over(flight.id, "length")
-        choices = [Choice(flight.id, flight, Assembler(None, ())) for flight in flights]
+        choices = [Choice(flight.id, flight, Transcript(None, ())) for flight in flights]
         changed.set()
         generation = Generation(Supervisor(EngineOptions()), choices, changed, asyncio.get_running_loop().time() + 60)
         body = CompletionRequest(prompt=[1, 2], logprobs=1)

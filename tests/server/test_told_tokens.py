@@ -25,9 +25,9 @@ from gapless.server.messages import Over, pack_scores
 from gapless.server.protocol import ChatRequest, CompletionRequest
 from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
-from gapless.text.assembler import Assembler
 from gapless.text.parts import TokenizerParts
 from gapless.text.tokenizer import Tokenizer
+from gapless.text.transcript import Transcript
 
 EOS, PROMPT = 0, (5, 6)
 TALK: Any = [{"role": "user", "content": "Hello"}]
@@ -65,7 +65,7 @@ def play(body: Any, bursts: Sequence[Sequence[int]], reason: str, *, stop: Seque
         changed = asyncio.Event()
         flight = Flight(0, PROMPT, SamplingParams(seed=1, logprobs=0, stop=tuple(stop), prompt_logprobs=0), changed)
         flight.prompt_logprobs = [pack_scores([None, TokenLogprob(PROMPT[1], -2.0, 3, ())])]
-        choice = Choice(0, flight, Assembler(TOKENIZER, stop, tells_starts=True), tells_all=tells_all)
+        choice = Choice(0, flight, Transcript(TOKENIZER, stop, tells_starts=True), tells_all=tells_all)
         generation = Generation(Supervisor(EngineOptions()), [choice], changed, asyncio.get_running_loop().time() + 60)
         texts = TokenTexts(TOKENIZER, by_id=bool(body.return_tokens_as_token_ids))
         if isinstance(body, ChatRequest):

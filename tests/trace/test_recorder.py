@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from gapless.trace.columns import (
     COMMIT,
     DELIVER,
     DRY_DONE,
+    DRY_ROWS,
     EAGER,
     FILL,
     IDLE,
@@ -33,6 +35,7 @@ from gapless.trace.columns import (
     PREEMPTED,
     SCHEDULE,
 )
+from gapless.trace.null_recorder import NullRecorder
 from gapless.trace.recorder import Recorder
 from tiny import CPU
 from toy import LIMITS, run_toy, toy_requests, toy_runner
@@ -195,6 +198,31 @@ def test_collections_are_seen_until_it_is_closed() -> None:
     assert recorder._on_gc not in gc.callbacks
 
 
+def test_one_that_records_nothing_is_told_everything_and_says_nothing() -> None:
+    listeners = list(gc.callbacks)
+    recorder = NullRecorder()
+    recorder.start()
+    recorder.woken()
+    play(recorder, 7)
+    recorder.dry(DRY_ROWS, "no free row")
+    recorder.failed()
+    gc.collect()
+    found = recorder.timeline()
+    assert gc.callbacks == listeners
+    assert len(found.steps) == len(found.marks) == recorder.num_blocks_in_flight == 0
+    assert recorder.busy_s == 0
+    assert not recorder.ledger
+    assert not any(recorder.idle_by_cause().values())
+    assert recorder.tail(1.0)["gpu"] == []
+
+
+def test_only_recorded_steps_are_timed() -> None:
+    device = CpuDevice(driver=InlineDriver())
+    with patch.object(device, "timer") as timer:
+        LocalExecutor(device, toy_runner(device, LIMITS), LIMITS, 2, NullRecorder())
+        assert not timer.called
+
+
 def test_nothing_to_run_grows_while_nothing_runs(recorder: Recorder) -> None:
     before = recorder.idle_by_cause()["nothing to run"]
     time.sleep(0.02)
@@ -236,7 +264,7 @@ def traced(request: pytest.FixtureRequest, tiny_dir: Path) -> Any:
 def test_idle_time_has_a_cause(traced: Any) -> None:
     """Of the time in which the compute stream did nothing, at least 95% is explained."""
     llm, before, after = traced
-    found = llm.engine.timeline(before=before)
+    found = llm.engine.monitor.timeline(before=before)
     explained = sum(seconds for cause, seconds in found.idle_by_cause.items() if cause != "unknown")
     last = float(found.steps.compute_end[-1])
     idle = (last - found.began) - found.busy_s
@@ -248,13 +276,13 @@ def test_idle_time_has_a_cause(traced: Any) -> None:
 
 def test_steps_in_flight_are_as_deep_as_asked(traced: Any) -> None:
     llm, _, after = traced
-    found = llm.engine.timeline()
+    found = llm.engine.monitor.timeline()
     assert len(found.steps) == after.num_steps
-    assert found.steps.in_flight.max() == llm.engine.depth
+    assert found.steps.in_flight.max() == llm.engine.monitor.depth
     assert int(found.steps.num_rows.sum()) == after.num_generated + after.num_overrun
-    assert llm.engine.ledger().get("preemption", 0) == after.num_preemptions > 0
-    assert llm.engine.waste()["wasted_tokens"] == after.num_overrun
-    assert llm.engine.waste()["blocks_in_flight"] == 0 < llm.engine.waste()["max_blocks_in_flight"]
+    assert llm.engine.monitor.ledger().get("preemption", 0) == after.num_preemptions > 0
+    assert llm.engine.monitor.waste()["wasted_tokens"] == after.num_overrun
+    assert llm.engine.monitor.waste()["blocks_in_flight"] == 0 < llm.engine.monitor.waste()["max_blocks_in_flight"]
 
 
 def test_the_tail_is_plain_lists_of_the_last_seconds(traced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +290,7 @@ def test_the_tail_is_plain_lists_of_the_last_seconds(traced: Any, monkeypatch: p
 
     llm, *_ = traced
     monkeypatch.setattr(module, "TAIL_STEPS", 1000)
-    found = llm.engine.timeline_tail(1000.0)
+    found = llm.engine.monitor.timeline_tail(1000.0)
     assert set(found) == {"seconds", "cpu", "h2d", "gpu", "d2h"}
     assert json.loads(json.dumps(found)) == found
     assert len(found["gpu"]) == len(found["h2d"]) == len(found["d2h"]) == llm.stats().num_steps
@@ -271,13 +299,13 @@ def test_the_tail_is_plain_lists_of_the_last_seconds(traced: Any, monkeypatch: p
             assert -1000 <= begin <= end <= 0
             assert isinstance(name, str)
             assert isinstance(step, int)
-    assert llm.engine.timeline_tail(1e-9)["gpu"] == []
+    assert llm.engine.monitor.timeline_tail(1e-9)["gpu"] == []
 
 
 def test_the_tail_is_bounded_and_says_how_far_it_reaches(traced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, *_ = traced
     monkeypatch.setattr(module, "TAIL_STEPS", 5)
-    found = llm.engine.timeline_tail(1000.0)
+    found = llm.engine.monitor.timeline_tail(1000.0)
     assert len(found["gpu"]) == len(found["d2h"]) == 5
     assert 0 < found["seconds"] < 1000
     assert all(-found["seconds"] <= end for _, end, *_ in found["cpu"])
@@ -288,28 +316,28 @@ def test_switched_off_it_is_told_nothing_and_the_summary_says_so(tiny_dir: Path)
     found = []
     for record in (True, False):
         with LLM(tiny_dir, **CPU, depth=2, record=record) as llm:
-            meter = OverlapMeter(llm.engine)
+            meter = OverlapMeter(llm.engine.monitor)
             params = SamplingParams(max_tokens=8, temperature=0)
             found.append([item.token_ids for item in llm.generate([[1, 2, 3], [4, 5]], params)])
             summary = meter.summary()
             assert ("not recorded" in summary) is not record
             assert ("idle:" in summary) is record
             assert (gc.callbacks == listeners) is not record
-            assert any(llm.engine.idle_by_cause().values()) is record
-            assert len(llm.engine.timeline().marks) > 0 or not record
+            assert any(llm.engine.monitor.idle_by_cause().values()) is record
+            assert len(llm.engine.monitor.timeline().marks) > 0 or not record
     assert found[0] == found[1]
 
 
 def test_readers_do_not_disturb(tiny_dir: Path) -> None:
     """Causes and tails are read all the time by another thread; sums only grow, and the run ends as it should."""
     with LLM(tiny_dir, **CPU, depth=2, num_blocks=64) as llm:
-        stop, readings, errors = threading.Event(), [llm.engine.idle_by_cause()], []
+        stop, readings, errors = threading.Event(), [llm.engine.monitor.idle_by_cause()], []
 
         def read() -> None:
             try:
                 while not stop.is_set():
-                    readings.append(llm.engine.idle_by_cause())
-                    llm.engine.timeline_tail(0.05)
+                    readings.append(llm.engine.monitor.idle_by_cause())
+                    llm.engine.monitor.timeline_tail(0.05)
             except BaseException as error:
                 errors.append(error)
 

@@ -185,7 +185,7 @@ def test_a_trace_nowhere_is_refused_before_loading(tiny_dir: Path) -> None:
 def test_the_summary_is_of_what_came_between(tiny_dir: Path) -> None:
     with LLM(tiny_dir, **CPU, depth=1, num_blocks=64) as llm:
         llm.generate(["Hello"], GREEDY)
-        meter = OverlapMeter(llm.engine)
+        meter = OverlapMeter(llm.engine.monitor)
         llm.generate(["Hello", "abc"], GREEDY)
         overlap, idle = meter.summary().splitlines()
     assert overlap.startswith("overlap: 8 steps, ")

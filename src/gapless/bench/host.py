@@ -31,6 +31,7 @@ from gapless.pipeline.executor import LocalExecutor
 from gapless.pipeline.loop import run_loop
 from gapless.progress import progress_bar
 from gapless.runner.fill import Filled, fill
+from gapless.trace.null_recorder import NullRecorder
 from gapless.trace.recorder import Recorder
 
 PROMPT_TOKENS = 16
@@ -93,7 +94,7 @@ def _run(batch: int, num_steps: int, depth: int, recorded: bool) -> list[float]:
     for number in range(batch):
         prompt = int_array([number % 1000] * PROMPT_TOKENS)
         scheduler.add(Request(str(number), prompt, params, seed=number, stop_ids=(2,), limit=length))
-    recorder = Recorder() if recorded else None
+    recorder = Recorder() if recorded else NullRecorder()
     executor = LocalExecutor(CpuDevice(driver=InlineDriver()), StubRunner(limits), limits, depth, recorder)
     stamps: list[float] = []
 
@@ -103,8 +104,7 @@ def _run(batch: int, num_steps: int, depth: int, recorded: bool) -> list[float]:
     gc.collect()
     run_loop(scheduler, executor, FixedDepth(depth), lambda idle: not idle, deliver, recorder)
     executor.close()
-    if recorder is not None:
-        recorder.close()
+    recorder.close()
     return stamps
 
 

@@ -72,10 +72,10 @@ def offline(engine: EngineOptions, asks: Sequence[LoadRequest]) -> Idle:
     prompts = [ask.prompt for ask in asks]
     with LLM(**asdict(replace(engine, trace=None))) as llm:
         llm.generate(prompts[:1], params[:1])
-        before, began_s = llm.engine.idle_by_cause(), time.perf_counter()
+        before, began_s = llm.engine.monitor.idle_by_cause(), time.perf_counter()
         llm.generate(prompts, params)
         seconds = time.perf_counter() - began_s
-        return between(before, llm.engine.idle_by_cause(), seconds)
+        return between(before, llm.engine.monitor.idle_by_cause(), seconds)
 
 
 def format_idle(*, served: Idle, offline: Idle) -> str:

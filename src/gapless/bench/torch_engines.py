@@ -41,20 +41,20 @@ class Gapless:
         return SHORT_DTYPES[str(self._llm.engine.resolved.dtype).removeprefix("torch.")]
 
     def run(self) -> Output:
-        engine = self._llm.engine
-        before, host_s, idle = engine.stats(), loop_cpu_s(), engine.idle_by_cause()
+        monitor = self._llm.engine.monitor
+        before, host_s, idle = monitor.stats(), loop_cpu_s(), monitor.idle_by_cause()
         done = self._llm.generate(list(self._prompts), self._params)
-        spent, host_s = engine.stats() - before, loop_cpu_s() - host_s
+        spent, host_s = monitor.stats() - before, loop_cpu_s() - host_s
         if self._task.trace:
             label = f"{self._task.contender.label}, batch {self._task.batch}"
-            engine.timeline(label, before).trimmed().save(Path(self._task.trace))
+            monitor.timeline(label, before).trimmed().save(Path(self._task.trace))
         overlap = Overlap(
-            depth=engine.depth,
+            depth=monitor.depth,
             num_steps=spent.num_steps,
             num_wasted=spent.num_overrun,
             device_share=spent.busy_s / spent.time_s,
             host_share=host_s / spent.time_s if not math.isnan(host_s) else None,
-            idle_s={cause: s - idle[cause] for cause, s in engine.idle_by_cause().items() if s > idle[cause]},
+            idle_s={cause: s - idle[cause] for cause, s in monitor.idle_by_cause().items() if s > idle[cause]},
         )
         return Output.of([list(item.token_ids) for item in done], overlap)
 

@@ -150,14 +150,14 @@ def _time(
     from gapless import SamplingParams
     from gapless.bench.torch_engines import loop_cpu_s
 
-    work, prompts = WORKLOADS[name], WORKLOADS[name].prompts()
+    work, prompts, monitor = WORKLOADS[name], WORKLOADS[name].prompts(), llm.engine.monitor
     params = [SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in work.counts()]
     llm.generate(work.prompts(seed=1), params if work.mixed else replace(params[0], max_tokens=16))  # warm up
-    idle, host_s, before = llm.engine.idle_by_cause(), loop_cpu_s(), llm.stats()  # the clock is read last
+    idle, host_s, before = monitor.idle_by_cause(), loop_cpu_s(), llm.stats()  # the clock is read last
     found = llm.generate(prompts, params)
     spent, host_s = llm.stats() - before, loop_cpu_s() - host_s
     if timelines is not None:
-        timelines.append(llm.engine.timeline(f"{name}, depth {depth}", before).trimmed())
+        timelines.append(monitor.timeline(f"{name}, depth {depth}", before).trimmed())
     wrong = [item for item, wanted in zip(found, params, strict=True) if len(item.token_ids) != wanted.max_tokens]
     if wrong:
         raise RuntimeError(f"workload {name}: {len(wrong)} requests did not finish: {wrong[0].error}")
@@ -175,10 +175,10 @@ def _time(
         idle_share=1 - spent.busy_s / spent.time_s,
         host_ms_per_step=host_s / spent.num_steps * 1e3,
         start_s=start_s,
-        peak_gib=llm.engine.device_memory() / 2**30,
-        idle_by_cause={cause: s - idle[cause] for cause, s in llm.engine.idle_by_cause().items() if s > idle[cause]},
-        graphs=llm.engine.capture_cost(),
-        attention=llm.engine.attention(),
+        peak_gib=monitor.device_memory() / 2**30,
+        idle_by_cause={cause: s - idle[cause] for cause, s in monitor.idle_by_cause().items() if s > idle[cause]},
+        graphs=monitor.capture_cost(),
+        attention=monitor.attention(),
     )
 
 

@@ -20,7 +20,7 @@ def generate(args: argparse.Namespace, options: EngineOptions, params: SamplingP
     """Stream the continuation to standard output, the closing line to standard error."""
     prompt = read_text(args.prompt, console.stdin())
     with LLM(**dataclasses.asdict(options)) as llm:
-        meter = OverlapMeter(llm.engine)
+        meter = OverlapMeter(llm.engine.monitor)
         deltas = (
             llm.stream_chat([{"role": "user", "content": prompt}], params) if args.chat else llm.stream(prompt, params)
         )

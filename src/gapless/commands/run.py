@@ -119,7 +119,7 @@ def _generate(
     by_index = {line.index: line for line in todo if isinstance(line, Line)}
     with LLM(**dataclasses.asdict(options)) as llm, progress_bar("generating", tally.num_lines, "prompt") as bar:
         bar.advance(tally.num_done)
-        meter = OverlapMeter(llm.engine)
+        meter = OverlapMeter(llm.engine.monitor)
 
         def keep(record: Record) -> None:
             tally.add(record)

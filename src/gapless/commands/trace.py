@@ -76,7 +76,7 @@ def _record(options: EngineOptions, lines: Sequence[Line], sampling: Mapping[str
     with LLM(**dataclasses.asdict(options)) as llm, progress_bar("generating", len(lines), "prompt") as bar:
         jobs = [(line.index, prepare(llm, line, sampling)) for line in lines]
         llm.generate([0], WARM_UP)  # what only a first step pays is not traced
-        meter = OverlapMeter(llm.engine)
+        meter = OverlapMeter(llm.engine.monitor)
         tokens, errors, is_whole = {}, {}, False
         with contextlib.suppress(KeyboardInterrupt), left_out():
             for index, completion in llm.run(jobs):
@@ -85,7 +85,7 @@ def _record(options: EngineOptions, lines: Sequence[Line], sampling: Mapping[str
                     errors[index] = completion.error
                 bar.advance(1, len(completion.token_ids))
             is_whole = True
-        timeline = llm.engine.timeline(before=meter.before).trimmed()
+        timeline = llm.engine.monitor.timeline(before=meter.before).trimmed()
         return Recorded(timeline, tokens, errors, meter.summary(), is_whole)
 
 

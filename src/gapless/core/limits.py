@@ -1,14 +1,20 @@
-"""The capacity of the engine, and the check before the queue that a request fits.
+"""The capacity of the engine, and every check of a request against it and against the model's vocabulary.
 
-Numbers only. The code that sizes the memory makes them, and the scheduler respects them.
+The engine's intake, the scheduler and the server call these checks and have none of their own. The code that sizes the
+memory makes the limits, and the scheduler respects them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from gapless.core.request import Request
-from gapless.errors import InvalidRequest
+import numpy as np
+
+from gapless.core.params import MAX_STOP_IDS, SamplingParams
+from gapless.core.request import IntArray, Request
+from gapless.errors import InvalidRequest, PromptTooLong
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +44,68 @@ class Limits:
         return 5 * self.max_blocks + 2 * self.num_rows + self.max_batch_tokens // self.block_size
 
 
+class HasRoom(Protocol):
+    """Where a request must fit: an engine's limits, or what a server knows of them."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+
+def most_tokens(limits: HasRoom) -> int:
+    """Tokens of one request at most, prompt and output together."""
+    return min(limits.max_model_len, limits.num_blocks * limits.block_size)
+
+
+def most_new_tokens(num_prompt: int, params: SamplingParams, limits: HasRoom) -> int:
+    """Tokens that a request may generate: as many as it asks for, or as the model's context has left."""
+    return min(params.max_tokens, limits.max_model_len - num_prompt)
+
+
+def check_room(num_prompt: int, num_new: int, limits: HasRoom) -> None:
+    """Raise InvalidRequest for an empty prompt, and for one that even alone does not fit with this many new tokens."""
+    if num_prompt == 0:
+        raise InvalidRequest("the prompt is empty; it needs at least one token", "prompt")
+    most, wanted = most_tokens(limits), num_prompt + num_new
+    if wanted > most:
+        blocks = f"{most} tokens ({limits.num_blocks} blocks of {limits.block_size})"
+        advice = f" The KV cache has room for {blocks}: lower max_tokens, or raise num_blocks or kv_memory."
+        given = f"{wanted} tokens ({num_prompt} in the prompt and {num_new} to generate)"
+        raise PromptTooLong(most, given, advice if most < limits.max_model_len else "")
+
+
 def check_fits(request: Request, limits: Limits) -> None:
     """Raise InvalidRequest for a request that could never run, even alone."""
-    room = limits.num_blocks * limits.block_size
-    if request.num_prompt + 1 > limits.max_model_len:
-        raise InvalidRequest(
-            f"the prompt has {request.num_prompt} tokens; with max_model_len {limits.max_model_len} "
-            f"it may have at most {limits.max_model_len - 1}, so that one can be generated"
-        )
-    if request.limit > room:
-        raise InvalidRequest(
-            f"prompt and max_tokens together need {request.limit} tokens of KV cache; there is room for {room} "
-            f"({limits.num_blocks} blocks of {limits.block_size}); lower max_tokens or raise num_blocks or kv_memory"
-        )
+    check_room(request.num_prompt, max(request.limit - request.num_prompt, 1), limits)
+
+
+def check_tokens(tokens: Sequence[int] | IntArray, vocab_size: int, param: str) -> None:
+    """Raise InvalidRequest unless all are ids of the vocabulary."""
+    if len(tokens) == 0:
+        return
+    low, high = (tokens.min(), tokens.max()) if isinstance(tokens, np.ndarray) else (min(tokens), max(tokens))
+    if low < 0 or high >= vocab_size:
+        index, token = next((i, token) for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
+        message = f"{param}: token id {token} at index {index} is not in the vocabulary of {vocab_size}"
+        raise InvalidRequest(message, param)
+
+
+def check_top(count: int | None, vocab_size: int, param: str) -> None:
+    """Raise InvalidRequest for more of the likeliest tokens than there are."""
+    if (count or 0) > vocab_size:
+        raise InvalidRequest(f"the {count} likeliest tokens of a vocabulary of {vocab_size} cannot be given", param)
+
+
+def all_stop_ids(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end a request: its own and the model's. Raises InvalidRequest."""
+    check_tokens(params.stop_token_ids, vocab_size, "stop_token_ids")
+    found = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)))
+    if len(found) > MAX_STOP_IDS:
+        message = f"{len(found)} stop and end-of-sequence tokens; at most {MAX_STOP_IDS}"
+        raise InvalidRequest(message, "stop_token_ids")
+    return found

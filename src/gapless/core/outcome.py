@@ -1,6 +1,7 @@
-"""The results of a step: new tokens, finished requests, and counters.
+"""The results of a step: new tokens, finished requests, and counters. Also when a request is over.
 
-Values only. The scheduler makes them, and the output side reads them.
+Values, which the scheduler makes and the output side reads. `how_over` is the rule for one request; the scheduler
+applies it to all rows at once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gapless.core.params import SamplingParams
 from gapless.core.request import IntArray, Request
 from gapless.errors import ModelError
 
@@ -76,6 +78,16 @@ def progress_of(request: Request, token: int) -> Progress:
     if num_top is None:
         return Progress(request, token)
     return Progress(request, token, token_logprob(token, request.scores[-1], num_top))
+
+
+def how_over(generated: Sequence[int], params: SamplingParams, stop_ids: Sequence[int], most: int) -> str | None:
+    """How a request ends with the last of its generated tokens, "stop" or "length"; None if it goes on.
+
+    stop_ids: its stop and end-of-sequence tokens. most: tokens that it may generate.
+    """
+    if len(generated) > params.min_tokens and generated[-1] in stop_ids:
+        return "stop"
+    return "length" if len(generated) >= most else None
 
 
 def token_logprob(token: int, score: IntArray, num_top: int) -> TokenLogprob:

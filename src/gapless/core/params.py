@@ -51,7 +51,7 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_stops(self.stop, self.stop_token_ids)
         if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+            raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}", "ignore_eos")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -62,7 +62,8 @@ class SamplingParams:
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
-                raise InvalidRequest(f"unknown parameter {name!r}{_suggest(name, known)}; known: {', '.join(known)}")
+                listed = ", ".join(known)
+                raise InvalidRequest(f"unknown parameter {name!r}{_suggest(name, known)}; known: {listed}", name)
         return cls(**values)
 
 
@@ -74,35 +75,37 @@ def derive_seed(seed: int, number: int) -> int:
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
-        raise InvalidRequest(f"{name} must be a list, got {value!r}")
+        raise InvalidRequest(f"{name} must be a list, got {value!r}", name)
     return tuple(value)
 
 
-def _integer(name: str, value: Any, low: int, high: int, high_name: str | None = None) -> None:
+def _integer(
+    name: str, value: Any, low: int, high: int, high_name: str | None = None, *, param: str | None = None
+) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be a whole number, got {value!r}")
+        raise InvalidRequest(f"{name} must be a whole number, got {value!r}", param or name)
     if not low <= value <= high:
         limit = f"{high_name} = {high}" if high_name else str(high)
-        raise InvalidRequest(f"{name} must be between {low} and {limit}, got {value}")
+        raise InvalidRequest(f"{name} must be between {low} and {limit}, got {value}", param or name)
 
 
 def _number(name: str, value: Any, low: float, high: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value:
-        raise InvalidRequest(f"{name} must be a number, got {value!r}")
+        raise InvalidRequest(f"{name} must be a number, got {value!r}", name)
     if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be at least {low} and at most {high}, got {value}")
+        raise InvalidRequest(f"{name} must be at least {low} and at most {high}, got {value}", name)
 
 
 def _check_stops(stop: tuple[Any, ...], stop_token_ids: tuple[Any, ...]) -> None:
     if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings, got {len(stop)}")
+        raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings, got {len(stop)}", "stop")
     for text in stop:
         if not isinstance(text, str) or not text:
-            raise InvalidRequest(f"a stop string must be non-empty text, got {text!r}")
+            raise InvalidRequest(f"a stop string must be non-empty text, got {text!r}", "stop")
     if len(stop_token_ids) > MAX_STOP_IDS:
-        raise InvalidRequest(f"at most {MAX_STOP_IDS} stop token ids, got {len(stop_token_ids)}")
+        raise InvalidRequest(f"at most {MAX_STOP_IDS} stop token ids, got {len(stop_token_ids)}", "stop_token_ids")
     for token in stop_token_ids:
-        _integer("a stop token id", token, 0, 2**31 - 1)
+        _integer("a stop token id", token, 0, 2**31 - 1, param="stop_token_ids")
 
 
 def _suggest(name: str, known: list[str]) -> str:

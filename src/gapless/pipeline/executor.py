@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from gapless.errors import GaplessError, StepFailed
 from gapless.pipeline.slot import Slot, make_slot
 from gapless.runner.fill import Filled, capacity, result_capacity
 from gapless.trace.columns import COLLECT, FILL, LAUNCH
+from gapless.trace.null_recorder import UNRECORDED
 from gapless.trace.recorder import Recorder
 
 
@@ -34,7 +35,7 @@ class Ticket:
 
 
 class Executor(Protocol):
-    """What the loop needs of whoever runs its plans."""
+    """Runs the loop's plans."""
 
     def launch(self, plan: Plan) -> Ticket:
         """Queue the plan without waiting."""
@@ -47,7 +48,7 @@ class Executor(Protocol):
 
 
 class StepRunner(Protocol):
-    """What the executor needs of a runner."""
+    """Runs one step of a plan that it packed itself."""
 
     buffers: Sequence[Buffer]
 
@@ -61,81 +62,80 @@ class StepRunner(Protocol):
         """
 
 
-Timed = Callable[[int, Callable[[], None]], Callable[[], None]]
-
-
-def untimed(part: int, fn: Callable[[], None]) -> Callable[[], None]:
-    """What stands for a timer where nobody records."""
-    return fn
-
-
 class LocalExecutor:
     """Runs plans on one device of this process."""
 
     def __init__(
-        self, device: Device, runner: StepRunner, limits: Limits, num_slots: int, recorder: Recorder | None = None
+        self, device: Device, runner: StepRunner, limits: Limits, num_slots: int, recorder: Recorder = UNRECORDED
     ) -> None:
         self._device = device
         self._recorder = recorder
         self._runner = runner
         sizes = capacity(limits), result_capacity(limits)
-        self._free = deque(make_slot(device, i, *sizes) for i in range(num_slots))
+        self._free = deque(make_slot(device, i, *sizes, timed=recorder.is_timed) for i in range(num_slots))
 
     def launch(self, plan: Plan) -> Ticket:
         slot = self._free.popleft()
-        device, runner = self._device, self._runner
-        recorder = self._recorder
-        if recorder is not None:
-            recorder.mark(FILL)
-        device.touch(f"fill {plan.step}", writes=(slot.host_in,))
-        filled = runner.fill(plan, slot.host_in.array)
-        size = filled.size
+        self._recorder.mark(FILL)
+        filled = self._fill(plan, slot)
+        self._recorder.mark(LAUNCH)
+        self._copy_in(filled, slot)
+        failure = self._compute(filled, slot)
+        self._copy_out(plan, slot)
+        self._recorder.launched(plan.step, plan.num_samples, plan.num_tokens, len(plan.new_blocks))
+        return Ticket(plan, slot, failure)
 
-        def copy_in() -> None:
+    def _fill(self, plan: Plan, slot: Slot) -> Filled:
+        self._device.touch(f"fill {plan.step}", writes=(slot.host_in,))
+        return self._runner.fill(plan, slot.host_in.array)
+
+    def _copy_in(self, filled: Filled, slot: Slot) -> None:
+        size = filled.size
+        if size == 0:
+            return
+
+        def copy() -> None:
             slot.device_in.tensor[:size].copy_(slot.host_in.tensor[:size], non_blocking=True)
 
-        def compute() -> None:
+        h2d, label = self._device.h2d, f"copy in {filled.plan.step}"
+        h2d.run(slot.timer.around(H2D, copy), label, reads=(slot.host_in,), writes=(slot.device_in,))
+        h2d.record(slot.h2d_over)
+        self._device.compute.wait(slot.h2d_over)
+
+    def _compute(self, filled: Filled, slot: Slot) -> Exception | None:
+        """Queue the model's part; returns what it raised, on devices that run it at once."""
+        runner, size, failure = self._runner, filled.size, None
+
+        def step() -> None:
             runner.step(filled, slot.device_in.tensor[:size], slot.device_out.tensor)
 
-        def copy_out() -> None:
-            count = plan.num_results
-            slot.host_out.tensor[:count].copy_(slot.device_out.tensor[:count], non_blocking=True)
-
-        timed: Timed = untimed
-        if recorder is not None:
-            recorder.mark(LAUNCH)
-            timed = slot.timer.around
-        if size:
-            device.h2d.run(timed(H2D, copy_in), f"copy in {plan.step}", reads=(slot.host_in,), writes=(slot.device_in,))
-            device.h2d.record(slot.h2d_over)
-            device.compute.wait(slot.h2d_over)
-
-        failure = None
+        compute, label = self._device.compute, f"compute {filled.plan.step}"
+        reads = (slot.device_in,) if size else ()
         try:
-            device.compute.run(
-                timed(COMPUTE, compute),
-                f"compute {plan.step}",
-                reads=(slot.device_in,) if size else (),
-                writes=(slot.device_out, *runner.buffers),
-            )
+            timed = slot.timer.around(COMPUTE, step)
+            compute.run(timed, label, reads=reads, writes=(slot.device_out, *runner.buffers))
         except GaplessError:
             raise
         except Exception as error:
             failure = error
-        device.compute.record(slot.compute_over)
+        compute.record(slot.compute_over)
+        return failure
 
-        device.d2h.wait(slot.compute_over)
-        device.d2h.run(timed(D2H, copy_out), f"copy out {plan.step}", reads=(slot.device_out,), writes=(slot.host_out,))
-        device.d2h.record(slot.d2h_over)
-        if recorder is not None:
-            recorder.launched(plan.step, plan.num_samples, plan.num_tokens, len(plan.new_blocks))
-        return Ticket(plan, slot, failure)
+    def _copy_out(self, plan: Plan, slot: Slot) -> None:
+        count = plan.num_results
+
+        def copy() -> None:
+            slot.host_out.tensor[:count].copy_(slot.device_out.tensor[:count], non_blocking=True)
+
+        d2h, label = self._device.d2h, f"copy out {plan.step}"
+        d2h.wait(slot.compute_over)
+        d2h.run(slot.timer.around(D2H, copy), label, reads=(slot.device_out,), writes=(slot.host_out,))
+        d2h.record(slot.d2h_over)
 
     def collect(self, ticket: Ticket) -> IntArray:
         slot = ticket.slot
         assert slot is not None
-        if self._recorder is not None:
-            self._recorder.mark(COLLECT)
+        self._recorder.mark(COLLECT)
         try:
             slot.d2h_over.synchronize()
             if ticket.error is not None:
@@ -145,12 +145,10 @@ class LocalExecutor:
         except GaplessError:
             raise
         except Exception as error:
-            if self._recorder is not None:
-                self._recorder.failed()
+            self._recorder.failed()
             raise StepFailed(f"step {ticket.plan.step} failed on the device: {error}") from error
         finally:
-            if self._recorder is not None:
-                self._recorder.collected(slot.timer.read())
+            self._recorder.collected(slot.timer.read())
             self._device.release(f"collect {ticket.plan.step}", slot.buffers)
             self._free.append(slot)
         return results

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from gapless.core.limits import check_fits
-from gapless.core.params import MAX_STOP_IDS, SamplingParams
+from gapless.core.limits import all_stop_ids, check_fits, check_tokens, check_top, most_new_tokens
+from gapless.core.params import SamplingParams
 from gapless.core.request import IntArray, Request, int_array
-from gapless.errors import InvalidRequest
 from gapless.runner.resolve import Resolved
 
 
@@ -25,40 +22,20 @@ def make_request(
 ) -> Request:
     """Raises InvalidRequest. With `generated` the request goes on after these tokens, which are not its prompt."""
     model, limits = resolved.model, resolved.limits
-    _check_tokens(prompt, model.vocab_size, "prompt")
-    _check_tokens(params.stop_token_ids, model.vocab_size, "stop_token_ids", empty=True)
-    most = max(params.logprobs or 0, params.prompt_logprobs or 0)
-    if most > model.vocab_size:
-        raise InvalidRequest(f"the {most} likeliest tokens of a vocabulary of {model.vocab_size} cannot be given")
+    check_tokens(prompt, model.vocab_size, "prompt")
+    check_top(params.logprobs, model.vocab_size, "logprobs")
+    check_top(params.prompt_logprobs, model.vocab_size, "prompt_logprobs")
     request = Request(
         id=request_id,
         prompt=int_array(prompt),
         params=params,
         seed=seed,
-        stop_ids=_stop_ids(params, () if params.ignore_eos else model.eos_token_ids),
-        limit=min(len(prompt) + params.max_tokens, limits.max_model_len),
+        stop_ids=all_stop_ids(params, model.eos_token_ids, model.vocab_size),
+        limit=len(prompt) + most_new_tokens(len(prompt), params, limits),
         streams=streams,
     )
     check_fits(request, limits)
     if len(generated) > 0:
-        _check_tokens(generated, model.vocab_size, "generated")
+        check_tokens(generated, model.vocab_size, "generated")
         request.resume_after(int_array(generated))
     return request
-
-
-def _stop_ids(params: SamplingParams, eos: Sequence[int]) -> tuple[int, ...]:
-    stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise InvalidRequest(f"{len(stop_ids)} stop and end-of-sequence tokens; at most {MAX_STOP_IDS}")
-    return stop_ids
-
-
-def _check_tokens(tokens: Sequence[int] | IntArray, vocab_size: int, what: str, *, empty: bool = False) -> None:
-    """Raise InvalidRequest unless all are ids of the vocabulary."""
-    if len(tokens) == 0 and not empty:
-        raise InvalidRequest(f"the {what} is empty; it needs at least one token")
-    if isinstance(tokens, np.ndarray) and len(tokens) > 0 and tokens.min() >= 0 and tokens.max() < vocab_size:
-        return
-    for index, token in enumerate(tokens):
-        if not 0 <= token < vocab_size:
-            raise InvalidRequest(f"{what}: token id {token} at index {index} is not in the vocabulary of {vocab_size}")

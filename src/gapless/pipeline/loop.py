@@ -18,6 +18,7 @@ from gapless.core.scheduler import Scheduler
 from gapless.errors import StepFailed
 from gapless.pipeline.executor import Executor, Ticket
 from gapless.trace.columns import ADMIT, COMMIT, DELIVER, DRY_DONE, DRY_MEMORY, DRY_ROWS, IDLE, SCHEDULE
+from gapless.trace.null_recorder import UNRECORDED
 from gapless.trace.recorder import Recorder
 
 
@@ -32,24 +33,20 @@ class Depth(Protocol):
         """A step was launched."""
 
 
-def unmarked(phase: int) -> None:
-    """What stands for the recorder where there is none."""
-
-
 def run_loop(
     scheduler: Scheduler,
     executor: Executor,
     depth: Depth,
     admit: Callable[[bool], bool],
     deliver: Callable[[Commit], None],
-    recorder: Recorder | None = None,
+    recorder: Recorder = UNRECORDED,
 ) -> None:
     """Run until `admit` says there is nothing more to come and everything in flight has come back.
 
     `admit(idle)` brings new requests and aborts to the scheduler, waiting for some when idle, and returns False to
     stop. `deliver` takes what each step brought. The recorder is told of each phase as it begins.
     """
-    mark = recorder.mark if recorder is not None else unmarked
+    mark = recorder.mark
     in_flight: deque[Ticket] = deque()
     more = True  # once `admit` says no, it is not asked again: idle, it would wait for ever
     while (more := more and admit(not in_flight and not scheduler.has_requests)) or in_flight:
@@ -58,25 +55,25 @@ def run_loop(
         if plan is not None:
             in_flight.append(executor.launch(plan))
             depth.observe(plan)
-        elif in_flight and recorder is not None:
+        elif in_flight:
             recorder.dry(*why_dry(scheduler))
         assert in_flight or not scheduler.has_requests, "requests are here, and nothing can run"
         num_due = 1 if plan is None else len(in_flight) - depth.depth + 1
         for _ in range(min(num_due, len(in_flight))):
-            commit = settle(scheduler, executor, in_flight.popleft(), mark)
+            commit = settle(scheduler, executor, in_flight.popleft(), recorder)
             mark(DELIVER)
             deliver(commit)
         mark(ADMIT if in_flight or scheduler.has_requests else IDLE)
 
 
-def settle(scheduler: Scheduler, executor: Executor, ticket: Ticket, mark: Callable[[int], None] = unmarked) -> Commit:
+def settle(scheduler: Scheduler, executor: Executor, ticket: Ticket, recorder: Recorder = UNRECORDED) -> Commit:
     """Wait for a step and turn its results into facts; a step that raised fails its own requests only."""
     try:
         results = executor.collect(ticket)
     except StepFailed as error:
-        mark(COMMIT)
+        recorder.mark(COMMIT)
         return scheduler.fail(ticket.plan, error)
-    mark(COMMIT)
+    recorder.mark(COMMIT)
     return scheduler.commit(ticket.plan, results)
 
 

@@ -28,7 +28,7 @@ from gapless.proof.schedule import Ask, Schedule
 from gapless.proof.scores import RequestScores
 from gapless.proof.stage import Cast, Stage
 from gapless.runner.fill import Filled
-from gapless.text.assembler import Assembler
+from gapless.text.transcript import Transcript
 
 JUNK = 7  # in fresh KV memory that is not cleared: attention may read it where its weight is 0
 
@@ -121,7 +121,7 @@ class Player:
         self._coming = sorted(schedule.asks, key=lambda ask: ask.arrival)
         self._aborts = {ask.id: ask.abort for ask in schedule.asks if ask.abort is not None}
         self._stopped: list[str] = []  # ended on the output side, not yet known to the scheduler
-        self._texts: dict[str, Assembler] = {}
+        self._texts: dict[str, Transcript] = {}
         self._tokenizer = stage.tokenizer
         self._turns_left = _turn_bound(schedule)
         self._device = stage.device(schedule.order, threads=schedule.threads, check=watch.conflicts)
@@ -174,7 +174,7 @@ class Player:
             limit=min(ask.length, self._schedule.max_model_len),
             streams=True,
         )
-        self._texts[ask.id] = Assembler(self._tokenizer, ask.params.stop, min_tokens=ask.params.min_tokens)
+        self._texts[ask.id] = Transcript(self._tokenizer, ask.params.stop, min_tokens=ask.params.min_tokens)
         self._scheduler.add(request)
 
     def _deliver(self, commit: Commit) -> None:
@@ -187,10 +187,8 @@ class Player:
         name = progress.request.id
         self._played.streamed.setdefault(name, []).append(progress)
         text = self._texts[name]
-        if text.stop is None:
-            text.push((progress.token,))
-            if text.stop is not None:
-                self._stopped.append(name)
+        if text.take((progress.token,)).token_ids and text.stop is not None:
+            self._stopped.append(name)
 
     def _finish(self, finished: Finished | None) -> None:
         if finished is None:
@@ -198,10 +196,10 @@ class Player:
         request = finished.request
         assert request.id not in self._played.reasons, f"request {request.id!r} ended twice"
         text = self._texts[request.id]
-        text.push(request.tokens[request.num_prompt + len(text.token_ids) :].tolist())
+        text.take(request.tokens[request.num_prompt + len(text.token_ids) :].tolist(), finished.reason)
         self._played.tokens[request.id] = tuple(text.token_ids)
         self._played.scores[request.id] = RequestScores.of(request, len(text.token_ids))
-        self._played.reasons[request.id] = "stop" if text.stop is not None else finished.reason
+        self._played.reasons[request.id] = text.finish_reason or finished.reason
 
     def _count(self) -> None:
         self._played.counters = self._scheduler.counters

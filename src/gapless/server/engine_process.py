@@ -33,7 +33,7 @@ from gapless.core.request import Request
 from gapless.errors import EngineClosed, GaplessError, InvalidRequest, StepFailed
 from gapless.garbage import collect_rarely
 from gapless.models.source import resolve
-from gapless.pipeline.engine import Engine
+from gapless.pipeline.engine import Engine, Monitor
 from gapless.server.channel import ChildChannel, Disconnected
 from gapless.server.messages import (
     Abort,
@@ -170,7 +170,7 @@ class EngineProcess:
             case Ping(id):
                 self._engine.ping(partial(self._outbox.put, Pong(id)))
             case ReadTimeline(id, seconds):
-                self._channel.send(Timeline(id, *read_timeline(self._engine, seconds)))
+                self._channel.send(Timeline(id, *read_timeline(self._engine.monitor, seconds)))
             case _:
                 raise AssertionError(f"unexpected {type(message).__name__}")
 
@@ -184,7 +184,7 @@ class EngineProcess:
             )
         except InvalidRequest as error:
             self._requests.pop(message.id, None)
-            self._outbox.put(Over(message.id, "invalid", error=str(error)))
+            self._outbox.put(Over(message.id, "invalid", error=str(error), param=error.param))
         except EngineClosed as error:
             self._fail(error)
 
@@ -246,10 +246,10 @@ class EngineProcess:
         )
 
     def _send_pulses(self) -> None:
-        engine = self._engine
+        engine, monitor = self._engine, self._engine.monitor
         for number in itertools.count():
             if number % CAUSES_EVERY == 0 or engine.pulse().idle:
-                idle_s = engine.idle_by_cause()
+                idle_s = monitor.idle_by_cause()
             self._channel.send(read_pulse(engine, time.monotonic() - self._began_s, idle_s))
             time.sleep(PULSE_S)
 
@@ -291,17 +291,18 @@ def describe(engine: Engine) -> Ready:
 
 def read_pulse(engine: Engine, elapsed_s: float, idle_s: dict[str, float]) -> Pulse:
     """A reading of everything, from outside the loop."""
-    pulse, load = engine.pulse(), engine.load()
+    pulse, monitor = engine.pulse(), engine.monitor
+    load = monitor.load()
     return Pulse(
         num_turns=pulse.num_turns,
         idle=pulse.idle,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_used_blocks=load.num_used_blocks,
-        depth=engine.depth,
+        depth=monitor.depth,
         elapsed_s=elapsed_s,
-        stats=dataclasses.asdict(engine.stats()),
-        ledger=engine.ledger(),
+        stats=dataclasses.asdict(monitor.stats()),
+        ledger=monitor.ledger(),
         idle_s=idle_s,
     )
 
@@ -313,16 +314,16 @@ def write_trace(engine: Engine) -> None:
         return
     try:
         files = TraceFiles.at(name)
-        files.write([engine.timeline()])
+        files.write([engine.monitor.timeline()])
     except GaplessError as error:
         log.warning("no timeline: %s", error)
     else:
         log.info("timeline: %s", files)
 
 
-def read_timeline(engine: Engine, seconds: float) -> tuple[float, dict[str, list[Span]]]:
+def read_timeline(monitor: Monitor, seconds: float) -> tuple[float, dict[str, list[Span]]]:
     """How many of the last seconds, and their lanes. Takes the interpreter lock from the loop's thread for a moment."""
-    found = engine.timeline_tail(seconds)
+    found = monitor.timeline_tail(seconds)
     return found["seconds"], {lane: [(-begin, -end, name) for begin, end, name, _ in found[lane]] for lane in LANES}
 
 

@@ -1,6 +1,6 @@
 """From flights to text: the choices of one HTTP request, as their tokens come in.
 
-Owns the text state, which a crash of the engine does not touch. New tokens of a choice whose reader is slow gather in
+A choice's transcript is not touched by a crash of the engine. New tokens of a choice whose reader is slow gather in
 its flight and come out as one piece: nothing else grows. Knows no HTTP.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from gapless.server.errors import ApiError
-from gapless.server.messages import Scores
+from gapless.server.messages import Over, Scores
 from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
-from gapless.text.assembler import Assembler
+from gapless.text.transcript import Transcript
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +32,27 @@ class Choice:
     """One continuation of one prompt."""
 
     def __init__(
-        self, index: int, flight: Flight, assembler: Assembler, *, shows_tokens: bool = True, tells_all: bool = True
+        self, index: int, flight: Flight, transcript: Transcript, *, shows_tokens: bool = True, tells_all: bool = True
     ) -> None:
         self.index = index
         self.flight = flight
-        self.finish_reason: str | None = None
-        self._assembler = assembler
+        self._transcript = transcript
         self._shows_tokens = shows_tokens  # False where no tokens were asked for, and the engine had to make one
         self._tells_all = tells_all  # log-probabilities of tokens that are no part of the text too
         self._num_seen = 0
         self._num_told = 0
 
     @property
+    def finish_reason(self) -> str | None:
+        return self._transcript.finish_reason
+
+    @property
     def text(self) -> str:
-        return self._assembler.text
+        return self._transcript.text
 
     @property
     def tokens(self) -> Sequence[int]:
-        return self._assembler.token_ids
+        return self._transcript.token_ids
 
     @property
     def told(self) -> range:
@@ -59,51 +62,50 @@ class Choice:
     @property
     def num_shown(self) -> int:
         """Characters of the text."""
-        return self._assembler.num_shown
+        return self._transcript.num_shown
 
     @property
     def starts(self) -> Sequence[int]:
         """Where each token begins in the text."""
-        return self._assembler.starts
+        return self._transcript.starts
 
     def scores(self, told: range) -> Sequence[Scores]:
         return self.flight.logprobs[told.start : told.stop]
 
     @property
     def num_tokens(self) -> int:
-        return len(self._assembler.token_ids)
+        return len(self._transcript.token_ids)
 
     def take(self) -> Piece | None:
         """The piece that is due, if any. Raises ApiError when the flight failed."""
         if self.finish_reason is not None:
             return None
         over = self.flight.over
+        added = self._transcript.take(self._new_tokens(), self._reason(over))
+        if self.finish_reason is None:
+            if over is not None:
+                raise _failure(over)
+            if not added.token_ids:
+                return None
+        return Piece(self, added.text, added.token_ids, self.finish_reason, self._tell())
+
+    def _new_tokens(self) -> Sequence[int]:
         new = self.flight.tokens[self._num_seen :]
         self._num_seen += len(new)
-        num_before = self.num_tokens
-        text = self._assembler.push(new) if self._shows_tokens else ""
-        if self._assembler.stop is None and over is not None:
-            _raise_failure(over.reason, over.error)
-            text += self._assembler.finish()
-        if self._assembler.stop is not None:
-            self.finish_reason = "stop"
-        elif over is not None:
-            self.finish_reason = over.reason if self._shows_tokens else "length"
-        tokens = self._assembler.token_ids[num_before:]
-        if not tokens and self.finish_reason is None:
+        return new if self._shows_tokens else ()
+
+    def _reason(self, over: Over | None) -> str | None:
+        """Why the flight ended, if it did and not by a failure."""
+        if over is None or over.reason not in ("stop", "length"):
             return None
-        return Piece(self, text, tokens, self.finish_reason, self._tell())
+        return over.reason if self._shows_tokens else "length"
 
     def _tell(self) -> range:
         """Tokens to tell of now. The text of one that is left for later may yet turn out to be a stop string."""
         if self.flight.params.logprobs is None:
             return range(0)
         first, is_over = self._num_told, self.finish_reason is not None
-        if is_over and self._tells_all:
-            self._num_told = self.num_tokens
-        else:
-            stopped = self.finish_reason == "stop"
-            self._num_told = self._assembler.num_in_text(finished=is_over, stopped=stopped)
+        self._num_told = self.num_tokens if is_over and self._tells_all else self._transcript.num_in_text()
         return range(first, self._num_told)
 
 
@@ -150,17 +152,17 @@ class Generation:
             pass
 
 
-def _raise_failure(reason: str, error: str | None) -> None:
-    match reason:
-        case "stop" | "length":
-            return
+def _failure(over: Over) -> ApiError:
+    """What a client is told of a flight that came to no good end."""
+    error = over.error
+    match over.reason:
         case "invalid":
-            raise ApiError(400, error or "the engine refused the request")
+            return ApiError(400, error or "the engine refused the request", param=over.param)
         case "refused":
-            raise ApiError(500, error or "the request was refused", code="engine_crash")
+            return ApiError(500, error or "the request was refused", code="engine_crash")
         case "timeout":
-            raise ApiError(408, "the request took longer than its timeout", code="timeout")
+            return ApiError(408, "the request took longer than its timeout", code="timeout")
         case "abort":
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
+            return ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
         case _:
-            raise ApiError(500, error or "the engine failed", code="engine_error")
+            return ApiError(500, error or "the engine failed", code="engine_error")

@@ -94,11 +94,6 @@ class Ready(Message, frozen=True):
     block_size: int
     kv_bytes: int
 
-    @property
-    def room(self) -> int:
-        """Tokens that the KV cache holds."""
-        return self.num_blocks * self.block_size
-
 
 class Over(Message, frozen=True):
     """A request has ended."""
@@ -107,6 +102,7 @@ class Over(Message, frozen=True):
     reason: str  # "stop", "length", "abort", "error", or "invalid": refused before the queue
     num_cached: int = 0
     error: str | None = None
+    param: str | None = None  # what an invalid request is invalid for
 
 
 class News(Message, frozen=True):
@@ -133,7 +129,7 @@ class Pulse(Message, frozen=True):
     num_used_blocks: int
     depth: int
     elapsed_s: float  # since the engine was ready
-    stats: dict[str, float]  # counters of Engine.stats
+    stats: dict[str, float]  # counters of Monitor.stats
     ledger: dict[str, int]
     idle_s: dict[str, float]  # of the device, by cause
 

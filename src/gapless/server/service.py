@@ -11,11 +11,12 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gapless.core.params import MAX_STOP_IDS, SamplingParams, derive_seed
+from gapless.core.limits import all_stop_ids, check_room, check_tokens, check_top, most_tokens
+from gapless.core.params import SamplingParams, derive_seed
 from gapless.errors import CorruptModel, InvalidRequest, PromptTooLong, TemplateBusy
 from gapless.server.conversation import check_message
 from gapless.server.errors import ApiError
@@ -27,11 +28,11 @@ from gapless.server.protocol import Choosing, Message, Sampling
 from gapless.server.render_pool import RenderPool
 from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
-from gapless.text.assembler import Assembler
 from gapless.text.control import LONG_TEXT
 from gapless.text.conversation import ChatEncoder, Versions
 from gapless.text.render_process import RenderProcess
 from gapless.text.tokenizer import HUGE_TEXT, Tokenizer
+from gapless.text.transcript import Transcript
 
 log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
@@ -117,13 +118,11 @@ class Service:
 
     async def _tokenize(self, tokens: Callable[[], list[int]], num_chars: int, param: str) -> list[int]:
         """Call where others do not wait for it, and not for too many huge texts at the same time."""
-        try:
+        with refused(param):
             if num_chars < LONG_TEXT:  # a thread would take longer
                 return tokens()
             async with self._huge_texts if num_chars > HUGE_TEXT else contextlib.nullcontext():
                 return await asyncio.to_thread(tokens)
-        except InvalidRequest as error:
-            raise _refusal(error, param) from None
 
     def chat_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages as the template expects them. `developer` is a newer name of `system`. Raises ApiError."""
@@ -155,10 +154,8 @@ class Service:
             versions = chats.versions(messages, most, values | extra)
             return versions, process.render(versions.conversations)
 
-        try:
+        with refused(param):
             versions, texts = await self.renderer.run(render)
-        except (InvalidRequest, CorruptModel) as error:
-            raise _refusal(error, param) from None
         return await self._tokenize(lambda: chats.tokens(versions, texts, most), len(texts[0] or ""), param)
 
     async def decode(self, tokens: Sequence[int]) -> str:
@@ -194,9 +191,10 @@ class Service:
 
     def check_logprobs(self, count: int | None, *, param: str) -> None:
         """Raise ApiError for more of the likeliest tokens than can be told."""
-        most = min(self.options.max_logprobs, self.info.vocab_size)
-        if count is not None and count > most:
-            raise ApiError(400, f"{param} is {count}; the server allows {most}", param=param)
+        if (count or 0) > self.options.max_logprobs:
+            raise ApiError(400, f"{param} is {count}; the server allows {self.options.max_logprobs}", param=param)
+        with refused():
+            check_top(count, self.info.vocab_size, param)
 
     def check_prompt_logprobs(self, body: Choosing) -> None:
         """Raise ApiError unless the prompt's log-probabilities can be told."""
@@ -216,47 +214,29 @@ class Service:
         if len(stops) > options.max_stop or any(len(text) > options.max_stop_length for text in stops):
             limit = f"at most {options.max_stop} stop strings of at most {options.max_stop_length} characters"
             raise ApiError(400, limit, param="stop")
-        if "" in stops:
-            raise ApiError(400, "a stop string must not be empty", param="stop")
         if stops and self.tokenizer is None:
             raise ApiError(400, "stop strings need a tokenizer, which the model does not have", param="stop")
-        if len(body.stop_token_ids or ()) > MAX_STOP_IDS:
-            raise ApiError(400, f"at most {MAX_STOP_IDS} stop token ids", param="stop_token_ids")
         named = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "stop_token_ids", "ignore_eos")
         values = {name: value for name in named if (value := getattr(body, name)) is not None}
         if values.get("top_k") == -1:
             values["top_k"] = 0
-        try:
+        with refused():
             params = SamplingParams.from_dict({**values, **scores, "max_tokens": max_tokens, "stop": stops})
-        except InvalidRequest as error:
-            raise ApiError(400, str(error), param=_named_first(str(error), (*named, "stop", "max_tokens"))) from None
-        self._check_stop_ids(params)
+            all_stop_ids(params, self.info.eos_token_ids, self.info.vocab_size)
         return params
-
-    def _check_stop_ids(self, params: SamplingParams) -> None:
-        eos = () if params.ignore_eos else self.info.eos_token_ids
-        if len({*eos, *params.stop_token_ids}) > MAX_STOP_IDS:
-            raise ApiError(400, f"at most {MAX_STOP_IDS} stop and end-of-sequence tokens", param="stop_token_ids")
-        self.check_tokens(params.stop_token_ids, "stop_token_ids")
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raise ApiError unless all are ids of the vocabulary."""
-        size = self.info.vocab_size
-        if tokens and not (min(tokens) >= 0 and max(tokens) < size):
-            wrong = next(token for token in tokens if not 0 <= token < size)
-            raise ApiError(400, f"token id {wrong} is not in the vocabulary of {size}", param=param)
+        with refused(param):
+            check_tokens(tokens, self.info.vocab_size, param)
 
     def room_for(self, prompt: Sequence[int], max_tokens: int | None, *, param: str) -> int:
         """How many tokens may be generated after this prompt: as many as asked for, or the default if that fits."""
-        if not prompt:
-            raise ApiError(400, "the prompt is empty; it needs at least one token", param=param)
-        info = self.info
-        most = min(info.max_model_len, info.room)
-        wanted = len(prompt) + (max_tokens if max_tokens is not None else 1)
-        if wanted > most:
-            parts = f"{len(prompt)} in the prompt and {wanted - len(prompt)} to generate"
-            raise _refusal(PromptTooLong(most, f"{wanted} tokens ({parts})"), param)
-        return max_tokens if max_tokens is not None else min(most - len(prompt), self.options.default_limit)
+        with refused(param):
+            check_room(len(prompt), max_tokens if max_tokens is not None else 1, self.info)
+        if max_tokens is not None:
+            return max_tokens
+        return min(most_tokens(self.info) - len(prompt), self.options.default_limit)
 
     # -- generation --------------------------------------------------------------------------------------------------
 
@@ -292,8 +272,8 @@ class Service:
     def _choice(self, index: int, plan: Plan, flight: Flight) -> Choice:
         params = plan.params
         scored = params.logprobs is not None
-        assembler = Assembler(self.tokenizer, params.stop, min_tokens=params.min_tokens, tells_starts=scored)
-        return Choice(index, flight, assembler, shows_tokens=plan.shows_tokens, tells_all=plan.tells_all)
+        transcript = Transcript(self.tokenizer, params.stop, min_tokens=params.min_tokens, tells_starts=scored)
+        return Choice(index, flight, transcript, shows_tokens=plan.shows_tokens, tells_all=plan.tells_all)
 
     def _forget(self, flight: Flight) -> None:
         self._note_default_limit(flight)
@@ -332,12 +312,19 @@ def _nth(params: SamplingParams, number: int) -> SamplingParams:
     return replace(params, seed=derive_seed(params.seed, number))
 
 
-def _refusal(error: Exception, param: str) -> ApiError:
+@contextlib.contextmanager
+def refused(text: str = "prompt") -> Iterator[None]:
+    """Turn errors into what the client is told. `text`: what the client calls its prompt or its messages."""
+    try:
+        yield
+    except (InvalidRequest, CorruptModel) as error:
+        raise _refusal(error, text) from None
+
+
+def _refusal(error: InvalidRequest | CorruptModel, text: str) -> ApiError:
+    named = error.param if isinstance(error, InvalidRequest) else None
+    param = text if named in (None, "prompt", "messages") else named
     if isinstance(error, TemplateBusy):
         return ApiError(503, str(error), param=param, code="template_busy", retry_after_s=RETRY_AFTER_S)
     code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
     return ApiError(400, str(error), param=param, code=code)
-
-
-def _named_first(message: str, names: Sequence[str]) -> str | None:
-    return next((name for name in names if message.startswith(name)), None)

@@ -1,6 +1,6 @@
 """Starts the engine process, watches it, and starts it again when it dies, with everybody in it.
 
-Owns the one engine process of the moment and the roster. A client's stream never ends because the engine did: its
+Owns the engine process of the moment and the roster. A client's stream never ends because the engine did: its
 flight is sent again with the tokens it already has, and the draws of the rest depend on seed and position only.
 Knows no text and no HTTP.
 """
@@ -8,23 +8,20 @@ Knows no text and no HTTP.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
-import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 
-from gapless.child import spawn
 from gapless.config import EngineOptions
+from gapless.core.limits import all_stop_ids, most_new_tokens
+from gapless.core.outcome import how_over
 from gapless.core.params import SamplingParams, derive_seed
 from gapless.errors import GaplessError
-from gapless.server.channel import Disconnected, ParentChannel
+from gapless.server.channel import Disconnected
+from gapless.server.engine_child import EngineChild, describe_exit
 from gapless.server.messages import (
     Abort,
     Close,
@@ -55,7 +52,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0  # before a restart; doubled while th
 WATCH_S = 0.1
 CLOSE_S = 2.0  # for the engine process to end by itself
 TRACE_S = 60.0  # and to write its timeline, where one is wanted
-STARTED_BYTES = 8
 LOAD_TIMEOUT_S, STEP_TIMEOUT_S = 120.0, 60.0
 
 
@@ -86,17 +82,14 @@ class Supervisor:
         self._num_flights = 0
         self._num_questions = 0
         self._answers: dict[int, asyncio.Future[Pong | Timeline]] = {}
-        self._channel: ParentChannel[FromEngine] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started_fd = -1
+        self._child: EngineChild | None = None  # the latest
         self._blamed: Collection[int] = ()
         self._cause = ""
-        self._num_oom_kills = 0  # of this machine, when the engine process was started
 
     @property
     def pid(self) -> int | None:
         """Of the engine process."""
-        return self._process.pid if self._process is not None else None
+        return self._child.pid if self._child is not None else None
 
     # -- for the API -------------------------------------------------------------------------------------------------
 
@@ -162,75 +155,57 @@ class Supervisor:
         for flight in self.roster:
             self._end(Over(flight.id, "abort"))
         self._send(Close())
-        if self._process is not None:
+        if self._child is not None:
             deadline = time.monotonic() + (TRACE_S if self.options.trace else CLOSE_S)
-            while self._process.poll() is None and time.monotonic() < deadline:
+            while self._child.is_alive and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
         self.kill()
 
     def kill(self) -> None:
         """End the engine process, now; unless closing, another one follows."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL)
+        if self._child is not None:
+            self._child.kill()
 
     async def _run_once(self) -> bool:
         """One engine process, from start to death; whether it was ever ready."""
-        await self._start()
+        child = await self._start()
         watch = asyncio.create_task(self._watch())
         was_ready = False
         try:
-            assert self._channel is not None
             while True:
-                message = await self._channel.receive()
-                self._take(message)
+                self._take(await child.receive())
                 was_ready = was_ready or self.is_ready
         except Disconnected:
             self.kill()  # its socket is closed: if it is still there, it is of no more use
         finally:
             watch.cancel()
-            await self._bury()
+            await self._bury(child)
         return was_ready
 
-    async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._started_fd, started_w = os.pipe()
-        os.set_blocking(self._started_fd, False)
+    async def _start(self) -> EngineChild:
         self._blamed, self._cause, self.loaded_share = (), "", 0.0
-        self._num_oom_kills = count_oom_kills()
         self._watchdog.start()
-        try:
-            self._process = spawn(self._command, (theirs.fileno(), started_w))
-        finally:
-            theirs.close()
-            os.close(started_w)
-        asyncio.get_running_loop().add_reader(self._started_fd, self._read_started)
-        self._channel = await ParentChannel.open(ours, FromEngine)
-        self._send(Start(dataclasses.asdict(self.options)))
+        self._child = child = EngineChild(self._command, self.roster.start)
+        await child.open()
+        child.send(Start(dataclasses.asdict(self.options)))
+        return child
 
-    async def _bury(self) -> None:
+    async def _bury(self, child: EngineChild) -> None:
         """Learn why it died, and hold everybody until the next one is ready."""
-        process, channel = self._process, self._channel
-        assert process is not None
-        assert channel is not None
-        self._read_started()
-        asyncio.get_running_loop().remove_reader(self._started_fd)
-        os.close(self._started_fd)
-        self._started_fd = -1
-        channel.close()
+        child.close()
         self.is_ready = False
         self.pulse = None
-        self._channel = None
-        code = await asyncio.to_thread(process.wait)
+        code = await child.wait()
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(Disconnected())
         if not self._closing and not self.first_ready.is_set():
-            raise EngineFailed(self._cause or f"the engine process died while loading: {_describe_exit(code)}")
+            raise EngineFailed(self._cause or f"the engine process died while loading: {describe_exit(code)}")
         if not self._closing:
             was_killed = code == -signal.SIGKILL and not self._cause
-            if was_killed and count_oom_kills() != self._num_oom_kills:
+            if was_killed and child.lacked_memory():
                 self._cause = "out of memory"
-            log.error("the engine process died: %s", self._cause or _describe_exit(code), extra={"pid": process.pid})
+            log.error("the engine process died: %s", self._cause or describe_exit(code), extra={"pid": child.pid})
             self._settle_crash(from_outside=was_killed and not self._cause)
 
     def _settle_crash(self, *, from_outside: bool) -> None:
@@ -246,13 +221,10 @@ class Supervisor:
 
     def _unheard_end(self, flight: Flight) -> str | None:
         """How a flight ended whose last token came, but not the word that it was the last."""
-        params, count = flight.params, len(flight.tokens)
-        assert self.info is not None
-        eos = () if params.ignore_eos else self.info.eos_token_ids
-        if count > params.min_tokens and flight.tokens[-1] in (*eos, *params.stop_token_ids):
-            return "stop"
-        is_full = len(flight.prompt) + count >= self.info.max_model_len
-        return "length" if count >= params.max_tokens or is_full else None
+        params, info = flight.params, self.info
+        assert info is not None
+        stop_ids = all_stop_ids(params, info.eos_token_ids, info.vocab_size)
+        return how_over(flight.tokens, params, stop_ids, most_new_tokens(len(flight.prompt), params, info))
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
@@ -272,8 +244,8 @@ class Supervisor:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def _send(self, message: Start | Submit | Abort | Ping | ReadTimeline | Close) -> None:
-        if self._channel is not None:
-            self._channel.send(message)
+        if self._child is not None:
+            self._child.send(message)
 
     def _send_due(self) -> None:
         if self.is_ready:
@@ -331,23 +303,3 @@ class Supervisor:
         if flight is not None:
             for callback in self.on_over:
                 callback(flight)
-
-    def _read_started(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._started_fd, 512 * STARTED_BYTES):
-                for start in range(0, len(data), STARTED_BYTES):
-                    self.roster.start(int.from_bytes(data[start : start + STARTED_BYTES], "little"))
-            asyncio.get_running_loop().remove_reader(self._started_fd)
-
-
-def count_oom_kills(path: Path = Path("/proc/vmstat")) -> int:
-    """Processes that the system has killed for lack of memory; 0 where it does not say."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
-
-
-def _describe_exit(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

@@ -51,9 +51,11 @@ class ChatTemplate:
         With `continue_final_message` it ends where the final message does, so that the model continues it.
         """
         if self._template is None:
-            raise InvalidRequest("the model has no chat template; send a plain prompt instead of messages")
+            raise InvalidRequest("the model has no chat template; send a plain prompt instead of messages", "messages")
         if continue_final_message and add_generation_prompt:
-            raise InvalidRequest("continue_final_message and add_generation_prompt exclude each other")
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+            )
         talk = check_messages(messages)
         final = str(talk[-1]["content"])
         if continue_final_message:
@@ -63,9 +65,9 @@ class ChatTemplate:
         try:
             text = self._template.render(values)
         except MemoryError:
-            raise InvalidRequest("the chat template needs too much memory for the messages") from None
+            raise InvalidRequest("the chat template needs too much memory for the messages", "messages") from None
         except Exception as error:  # a template is a program: on odd messages it may raise anything
-            raise InvalidRequest(f"the chat template refused the messages: {error}") from error
+            raise InvalidRequest(f"the chat template refused the messages: {error}", "messages") from error
         return _cut_after(final, text) if continue_final_message else text
 
 
@@ -73,7 +75,8 @@ def _cut_after(final: str, text: str) -> str:
     """A rendering up to its end mark; without the spaces before it if the template trims messages."""
     before, mark, after = text.rpartition(_END.rstrip())
     if not mark or final.strip() not in text:
-        raise InvalidRequest("continue_final_message: the chat template does not write the final message as it is")
+        message = "continue_final_message: the chat template does not write the final message as it is"
+        raise InvalidRequest(message, "continue_final_message")
     return before if after.startswith(" ") else before.rstrip()
 
 
@@ -124,20 +127,22 @@ def _strftime_now(format: str) -> str:
 def check_messages(messages: object) -> list[dict[str, Any]]:
     """Messages whose content is text. Raises InvalidRequest."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise InvalidRequest(f"messages must be a list, not {type(messages).__name__}")
+        raise InvalidRequest(f"messages must be a list, not {type(messages).__name__}", "messages")
     if not messages:
-        raise InvalidRequest("messages must not be empty")
+        raise InvalidRequest("messages must not be empty", "messages")
     return [_checked_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
 def _checked_message(where: str, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InvalidRequest(f"{where} must be an object with role and content, not {type(message).__name__}")
+        raise InvalidRequest(
+            f"{where} must be an object with role and content, not {type(message).__name__}", "messages"
+        )
     for key in ("role", "content"):
         if key not in message:
-            raise InvalidRequest(f"{where} has no {key}")
+            raise InvalidRequest(f"{where} has no {key}", "messages")
     if not isinstance(message["role"], str):
-        raise InvalidRequest(f"{where}.role must be a string, not {type(message['role']).__name__}")
+        raise InvalidRequest(f"{where}.role must be a string, not {type(message['role']).__name__}", "messages")
     return {**message, "content": _content(f"{where}.content", message["content"])}
 
 
@@ -145,14 +150,18 @@ def _content(where: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequest(f"{where} must be a string or a list of text parts, not {type(content).__name__}")
+        raise InvalidRequest(
+            f"{where} must be a string or a list of text parts, not {type(content).__name__}", "messages"
+        )
     return "\n".join(_part_text(f"{where}[{index}]", part) for index, part in enumerate(content))
 
 
 def _part_text(where: str, part: object) -> str:
     if not isinstance(part, Mapping) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise InvalidRequest(f'{where} must be {{"type": "text", "text": ...}}; {kind!r} parts are not supported')
+        raise InvalidRequest(
+            f'{where} must be {{"type": "text", "text": ...}}; {kind!r} parts are not supported', "messages"
+        )
     if not isinstance(part.get("text"), str):
-        raise InvalidRequest(f"{where}.text must be a string, not {type(part.get('text')).__name__}")
+        raise InvalidRequest(f"{where}.text must be a string, not {type(part.get('text')).__name__}", "messages")
     return str(part["text"])

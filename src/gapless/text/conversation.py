@@ -41,7 +41,7 @@ class ChatEncoder:
         try:
             return self._versions(Conversation(check_messages(messages), extra), most)
         except RecursionError:
-            raise InvalidRequest("the messages are nested too deeply") from None
+            raise InvalidRequest("the messages are nested too deeply", "messages") from None
 
     def _versions(self, plain: Conversation, most: int) -> Versions:
         texts = list(_strings([plain.messages, plain.extra]))
@@ -52,7 +52,7 @@ class ChatEncoder:
             return Versions([plain], {})
         stand_ins = dict(zip(sorted(marks), _unused([*texts, self._tokenizer.chat_template or ""]), strict=False))
         if len(stand_ins) < len(marks):
-            raise InvalidRequest("the messages use every private-use character of Unicode; leave some out")
+            raise InvalidRequest("the messages use every private-use character of Unicode; leave some out", "messages")
         table = str.maketrans(stand_ins)
         disguised = _mapped(plain, lambda text: text.translate(table))
         between = []
@@ -66,7 +66,9 @@ class ChatEncoder:
         plain, disguised = texts[0], texts[-1]
         assert plain is not None
         if disguised is None:
-            raise InvalidRequest("the chat template needs special tokens in the messages, which are not allowed")
+            raise InvalidRequest(
+                "the chat template needs special tokens in the messages, which are not allowed", "messages"
+            )
         self._tokenizer.check_length(plain, most)
         if len(texts) == 1:
             return self._tokenizer.encode(plain, add_special_tokens=False)

@@ -127,7 +127,7 @@ class RenderProcess:
             for _ in range(2):  # it may have died while idle: only a second death is caused by this rendering
                 with contextlib.suppress(Disconnected):
                     return _texts(self._ask(question))
-        raise InvalidRequest("the chat template could not be rendered")
+        raise InvalidRequest("the chat template could not be rendered", "messages")
 
     def _ask(self, question: bytes) -> list[dict[str, Any]]:
         answer: list[dict[str, Any]] | None = None
@@ -138,7 +138,7 @@ class RenderProcess:
             answer = self._wait(frames, deadline)
             return answer
         except TimeoutError:
-            raise InvalidRequest(f"the chat template took longer than {self._timeout_s:g} s") from None
+            raise InvalidRequest(f"the chat template took longer than {self._timeout_s:g} s", "messages") from None
         finally:
             if answer is None:
                 self.close()  # it is still working, or dead; its late answer would be taken for a different one
@@ -150,7 +150,7 @@ class RenderProcess:
                 answer = frames.receive(deadline=min(deadline, time.monotonic() + QUICK_S))
                 return answer
             if not self._slow.acquire(blocking=False):
-                raise TemplateBusy("too many conversations take the chat template long; try again later")
+                raise TemplateBusy("too many conversations take the chat template long; try again later", "messages")
         try:
             answer = frames.receive(deadline=deadline)
             return answer
@@ -189,15 +189,17 @@ def _question(conversations: Sequence[Conversation]) -> bytes:
     try:
         return pack([[each.messages, dict(each.extra)] for each in conversations])
     except RecursionError:
-        raise InvalidRequest("the messages are nested too deeply") from None
+        raise InvalidRequest("the messages are nested too deeply", "messages") from None
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"messages must be what JSON can hold: {error}") from None
+        raise InvalidRequest(f"messages must be what JSON can hold: {error}", "messages") from None
 
 
 def _texts(answers: list[dict[str, Any]]) -> list[str | None]:
     first = answers[0]
     if "error" in first:
-        raise (CorruptModel if first["is_corrupt"] else InvalidRequest)(first["error"])
+        if first["is_corrupt"]:
+            raise CorruptModel(first["error"])
+        raise InvalidRequest(first["error"], first.get("param", "messages"))
     return [answer.get("text") for answer in answers]
 
 
@@ -226,7 +228,8 @@ def _answer(source: TemplateSource, messages: list[dict[str, Any]], extra: dict[
         return {"text": text}
     except GaplessError as error:
         said = str(error).encode("utf-8", "backslashreplace").decode()
-        return {"error": said, "is_corrupt": isinstance(error, CorruptModel)}
+        param = error.param if isinstance(error, InvalidRequest) else None
+        return {"error": said, "is_corrupt": isinstance(error, CorruptModel), "param": param}
     except UnicodeEncodeError:
         said = "the messages are not valid Unicode: they have a lone surrogate"
     except MemoryError:

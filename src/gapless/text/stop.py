@@ -37,7 +37,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         for stop in stops:
             if not isinstance(stop, str) or not stop:
-                raise InvalidRequest(f"a stop string must be a non-empty string, not {stop!r}")
+                raise InvalidRequest(f"a stop string must be a non-empty string, not {stop!r}", "stop")
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._held = ""

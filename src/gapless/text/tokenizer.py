@@ -143,9 +143,9 @@ def give_memory_back() -> None:
 def require_text(text: object) -> None:
     """Raise InvalidRequest for text that the tokenizer cannot read."""
     if not isinstance(text, str):
-        raise InvalidRequest(f"a prompt must be a string, not {type(text).__name__}")
+        raise InvalidRequest(f"a prompt must be a string, not {type(text).__name__}", "prompt")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         where = f"{error.object[error.start]!r} at position {error.start}"
-        raise InvalidRequest(f"the text is not valid Unicode: lone surrogate {where}") from None
+        raise InvalidRequest(f"the text is not valid Unicode: lone surrogate {where}", "prompt") from None

@@ -66,6 +66,8 @@ class Fold:
 class Recorder:
     """One engine's timeline: of about the last `kept_steps` steps, or of all if that is None."""
 
+    is_timed = True  # each step comes with the times of its parts
+
     def __init__(
         self,
         *,

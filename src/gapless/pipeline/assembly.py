@@ -1,0 +1,83 @@
+"""Puts an engine together: the built model, the scheduler, the depth, the recorder and the executor.
+
+Knows who needs whom. The engine runs what is made here, and the monitor reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from gapless.config import EngineOptions
+from gapless.core.pace import Pace
+from gapless.core.request import Request
+from gapless.core.scheduler import Scheduler
+from gapless.models.source import ModelSource
+from gapless.pipeline.checked import CheckedExecutor
+from gapless.pipeline.depth import AutoDepth, FixedDepth
+from gapless.pipeline.executor import Executor, LocalExecutor
+from gapless.pipeline.loop import Depth
+from gapless.runner.build import Built, build
+from gapless.trace.null_recorder import NullRecorder
+from gapless.trace.recorder import KEPT_STEPS, Recorder
+
+AUTO_DEPTHS = (1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """The parts of one engine."""
+
+    built: Built
+    scheduler: Scheduler
+    depth: Depth
+    recorder: Recorder
+    executor: Executor
+
+
+def put_together(
+    options: EngineOptions,
+    source: ModelSource,
+    announce: Callable[[Request], None],
+    progress: Callable[[int, int], None] | None = None,
+    traced_steps: int | None = None,
+) -> Assembly:
+    """Load the model and make everything that runs it. `announce` is told of each request that gets a row."""
+    built = _in_a_thread(partial(build, options, source, progress))
+    limits = built.resolved.limits
+    scheduler = Scheduler(limits, announce, Pace(options.max_step_time or math.inf, limits.max_batch_tokens))
+    recorder = _make_recorder(options, built, scheduler, traced_steps)
+    fixed = options.depth != "auto"
+    depth: Depth = FixedDepth(int(options.depth)) if fixed else AutoDepth(AUTO_DEPTHS)
+    executor = _make_executor(options, built, scheduler, recorder, int(options.depth) if fixed else max(AUTO_DEPTHS))
+    return Assembly(built, scheduler, depth, recorder, executor)
+
+
+def _make_recorder(options: EngineOptions, built: Built, scheduler: Scheduler, traced_steps: int | None) -> Recorder:
+    if not options.record:
+        return NullRecorder()
+    kept_steps = traced_steps if options.trace else KEPT_STEPS
+    return Recorder(kept_steps=kept_steps, counts=scheduler.counters, missed=built.runner.ledger)
+
+
+def _make_executor(
+    options: EngineOptions, built: Built, scheduler: Scheduler, recorder: Recorder, num_slots: int
+) -> Executor:
+    make = partial(LocalExecutor, recorder=recorder)
+    device, runner, limits = built.device, built.runner, built.resolved.limits
+    if options.check:
+        return CheckedExecutor(device, runner, limits, num_slots, scheduler, built.layers, make)
+    return make(device, runner, limits, num_slots)
+
+
+def _in_a_thread(fn: Callable[[], Built]) -> Built:
+    """Run `fn` on a thread that ends with it.
+
+    A thread that multiplies on a CPU keeps a team of helper threads for life. Once there are more of them than cores,
+    all teams, the compute stream's too, stop waiting actively, and steps take up to twice as long.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(fn).result()
