@@ -1,7 +1,7 @@
 """Rotary position embedding: the frequencies of each kind, the table of cosines and sines, and the rotation.
 
 Knows the conventions of transformers (a head is rotated in halves) and matches it to float32 precision.
-Kinds whose frequencies depend on the length of the sequence are refused by `config`: keys in the cache stay as rotated.
+Kinds whose frequencies depend on the length of the sequence are refused by `rope_config`: keys stay as rotated.
 """
 
 from collections.abc import Callable
@@ -79,11 +79,14 @@ class RotaryTable:
     __slots__ = ("table",)
 
     def __init__(
-        self, rope: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
+        self, rope: RopeConfig | None, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Without a rope no position turns anything."""
         positions = torch.arange(max_positions, dtype=torch.float32)
-        angles = torch.outer(positions, inverse_frequencies(rope, head_dim))  # [max_positions, head_dim / 2] float32
-        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        inverse = torch.zeros(head_dim // 2) if rope is None else inverse_frequencies(rope, head_dim)
+        angles = torch.outer(positions, inverse)  # [max_positions, head_dim / 2] float32
+        factor = 1.0 if rope is None else rope.attention_factor
+        cos, sin = angles.cos() * factor, angles.sin() * factor
         rows = torch.cat((cos, cos, -sin, sin), dim=-1).view(max_positions, 2, head_dim)
         self.table = rows.to(device=device, dtype=dtype)
 

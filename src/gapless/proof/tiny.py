@@ -14,8 +14,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from gapless.errors import ConfigError
-from gapless.models.config import ModelConfig
-from gapless.models.llama import CausalLM, weight_shapes
+from gapless.models.decoder import CausalLM
+from gapless.models.registry import hf_config
+from gapless.models.shapes import weight_shapes
 from gapless.proof.stage import LONE_BLOCK_SIZE, ModelStage, Room
 from gapless.runner.native import NativeModel
 from gapless.runner.resolve import Resolved
@@ -45,7 +46,7 @@ def named_stage(name: str) -> ModelStage:
 
 def tiny_stage(family: str, seed: int = 0, *, native: bool = False) -> ModelStage:
     """A stage with a random model of the family."""
-    config = ModelConfig.from_hf(raw_config(**FAMILIES[family]))
+    config = hf_config(raw_config(**FAMILIES[family]))
     shapes = weight_shapes(config)
 
     def read(name: str) -> torch.Tensor:

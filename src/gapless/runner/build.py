@@ -21,8 +21,9 @@ from gapless.device import open_device, pick_device
 from gapless.device.base import Device
 from gapless.errors import ConfigError
 from gapless.models.config import ModelConfig
-from gapless.models.llama import CausalLM, weight_shapes
+from gapless.models.decoder import CausalLM
 from gapless.models.loader import load_model, open_weights
+from gapless.models.shapes import weight_shapes
 from gapless.models.source import ModelSource
 from gapless.runner.kv_store import KVStore
 from gapless.runner.logprobs import score
@@ -174,7 +175,7 @@ def _reference(device: Device, kv: KVStore, resolved: Resolved, batch_invariant:
     from gapless.attention.reference import ReferenceAttention
 
     config = resolved.model
-    scale = config.head_dim**-0.5
+    scale = config.layers[0].attention.scale
     return ReferenceAttention(kv.pools, resolved.limits.block_size, config.num_heads, scale), ""
 
 
@@ -188,7 +189,7 @@ def _fastest(device: Device, kv: KVStore, resolved: Resolved, batch_invariant: b
         kv.pools,
         limits.block_size,
         num_heads,
-        resolved.model.head_dim**-0.5,
+        resolved.model.layers[0].attention.scale,
         num_rows=limits.num_rows,
         num_cores=device.num_cores,
         batch_invariant=batch_invariant,
