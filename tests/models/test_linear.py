@@ -1,9 +1,11 @@
 """Packed and fused products equal plain ones, for any number of rows."""
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from gapless.models.linear import PackedGated, PackedLinear, PlainGated, PlainLinear, make_gated, make_linear
@@ -25,15 +27,22 @@ def test_packed_equals_plain(dtype: torch.dtype, with_bias: bool) -> None:
         assert torch.equal(residual, kept)
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_gated_equals_its_definition(dtype: torch.dtype, with_bias: bool) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_equals_its_definition(dtype: torch.dtype, with_bias: bool, activation: str) -> None:
     gate, up = ((torch.randn(40, 72) / 8).to(dtype) for _ in range(2))
     biases = tuple(torch.randn(40).to(dtype) if with_bias else None for _ in range(2))
     for num_rows in ROWS:
         x = torch.randn(num_rows, 72).to(dtype)
-        expected = F.silu(F.linear(x, gate, biases[0])) * F.linear(x, up, biases[1])
-        for gated in (PackedGated(gate, up, *biases), PlainGated(gate, up, *biases)):
+        expected = ACTIVATIONS[activation](F.linear(x, gate, biases[0])) * F.linear(x, up, biases[1])
+        for gated in (PackedGated(gate, up, *biases, activation), PlainGated(gate, up, *biases, activation)):
             torch.testing.assert_close(gated(x), expected, **TOLERANCE[dtype])
 
 

@@ -23,6 +23,7 @@ from gapless.config import EngineOptions
 from gapless.core.limits import Limits
 from gapless.errors import ConfigError
 from gapless.models.source import resolve as find
+from gapless.models.spec import AttentionSpec
 from gapless.runner import build
 from gapless.runner import resolve as resolving
 from gapless.runner.attention_choice import Choice, candidates, fastest, make_attention
@@ -36,7 +37,9 @@ NUM_HEADS = 4
 
 
 def names(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[str, ...]:
-    return candidates(EngineOptions(**options), SimpleNamespace(head_dim=head_dim), dtype)  # type: ignore[arg-type]
+    specs = [AttentionSpec(NUM_HEADS, 2, head_dim, head_dim**-0.5, None)]
+    config: Any = SimpleNamespace(attention_specs=lambda: specs)
+    return candidates(EngineOptions(**options), config, dtype)
 
 
 def test_candidates_are_those_installed(monkeypatch: pytest.MonkeyPatch) -> None:

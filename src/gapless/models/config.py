@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gapless.errors import CorruptModel, UnsupportedModel
 from gapless.models.names import HF_NAMES, WeightNames
-from gapless.models.spec import AttentionSpec, LayerSpec, NormSpec
+from gapless.models.spec import AttentionSpec, Feature, LayerSpec, NormSpec, layer_features
 
 _MAX_LAYERS = 10_000  # a damaged count must not make us list weights for ever
 _MAX_WIDTH = 2**28  # rows of a weight; kernels count them in 32 bits
@@ -27,6 +27,8 @@ class ModelConfig:
     tie_embeddings: bool
     eos_token_ids: tuple[int, ...] = ()  # all of them in the vocabulary
     names: WeightNames = HF_NAMES
+    embedding_scale: float = 1.0
+    logit_soft_cap: float | None = None  # logits become cap * tanh(logit / cap)
 
     def __post_init__(self) -> None:
         if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.attention_specs()}) > 1:
@@ -39,6 +41,18 @@ class ModelConfig:
 
     def attention_specs(self) -> list[AttentionSpec]:
         return [layer.attention for layer in self.layers]
+
+    def features(self) -> Iterator[Feature]:
+        """What the model needs beyond a plain decoder, its attention aside."""
+        yield from layer_features(self.layers)
+        if self.last_norm.kind == "layer":
+            yield Feature.LAYER_NORM
+        if self.last_norm.eps != self.layers[-1].norm.eps:
+            yield Feature.MIXED_SIZES
+        if self.embedding_scale != 1.0:
+            yield Feature.EMBEDDING_SCALE
+        if self.logit_soft_cap is not None:
+            yield Feature.LOGIT_CAP
 
     @property
     def num_layers(self) -> int:

@@ -39,13 +39,13 @@ class CausalLM:
         names = config.names
         table = read(f"{names.embedding}.weight")
         make = layers_for(table.device, table.dtype, batch_invariant=batch_invariant)
-        self.embed = make.embed(table)
+        self.embed = make.embed(table, config.embedding_scale)
         ropes = list(dict.fromkeys(spec.rope for spec in config.attention_specs()))
         self.layers = [
             DecoderLayer(spec, index, ropes.index(spec.attention.rope), LayerReader(names, index, read), make)
             for index, spec in enumerate(config.layers)
         ]
-        self.norm = make.norm(Norm(read(f"{names.last_norm}.weight"), config.last_norm.eps))
+        self.norm = make.norm(make_norm(read(f"{names.last_norm}.weight"), config.last_norm))
         self.head = make.linear(table if config.tie_embeddings else read(f"{names.head}.weight"))
         num_positions = max_positions or config.max_position_embeddings
         self.rotary = [RotaryTable(rope, config.head_dim, num_positions, table.dtype, table.device) for rope in ropes]
@@ -61,30 +61,32 @@ class CausalLM:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [m, hidden_size] as `forward` gave it -> [m, vocab_size]."""
-        return self.head(hidden)
+        logits, cap = self.head(hidden), self.config.logit_soft_cap
+        return logits if cap is None else (logits / cap).tanh_().mul_(cap)
 
 
 class DecoderLayer:
     """Attention, then the MLP, each added to the stream."""
 
-    __slots__ = ("down", "eps", "gate_up", "head_norm", "index", "out", "qkv", "rope", "view")
+    __slots__ = ("down", "eps", "gate_up", "head_norm", "index", "out", "qkv", "rope", "sinks", "view")
 
     def __init__(self, spec: LayerSpec, index: int, rope: int, weights: "LayerReader", make: Layers) -> None:
         """rope: which of the tables."""
         attention, names = spec.attention, weights.names
         self.index, self.rope, self.eps = index, rope, spec.norm.eps
         self.view = (-1, attention.num_heads + 2 * attention.num_kv_heads, attention.head_dim)
-        self.head_norm = weights.head_norm(attention) if attention.head_norm else None
-        norm = weights.norm(names.attention_norm, spec.norm)
-        self.qkv = make.norm_linear(norm, *weights.qkv(attention))
-        self.out = make.add_linear(*weights.linear(names.o, attention.output_bias))
-        norm = weights.norm(names.mlp_norm, spec.norm)
-        self.gate_up = make.norm_gated(norm, weights.gate(spec.mlp))
-        self.down = make.add_linear(*weights.linear(names.down, spec.mlp.bias))
+        self.head_norm = weights.head_norm(spec) if attention.head_norm else None
+        self.sinks = weights.sinks() if attention.sinks else None
+        self.qkv = make.norm_linear(weights.norm_before(names.attention_norm, spec.norm), *weights.qkv(attention))
+        out = weights.linear(names.o, attention.output_bias)
+        self.out = make.add_linear(*out, weights.norm_after(names.attention_norm_after, spec.norm))
+        self.gate_up = make.norm_gated(weights.norm_before(names.mlp_norm, spec.norm), weights.gate(spec.mlp))
+        down = weights.linear(names.down, spec.mlp.bias)
+        self.down = make.add_linear(*down, weights.norm_after(names.mlp_norm_after, spec.norm))
 
     def __call__(self, hidden: Hidden, turns: Sequence[Tensor], attend: Attend) -> Hidden:
         heads = self.qkv(hidden).view(self.view)
-        rotation = Rotation(turns[self.rope], self.head_norm, self.eps)
+        rotation = Rotation(turns[self.rope], self.head_norm, self.eps, self.sinks)
         hidden = self.out(attend(self.index, heads, rotation), hidden)
         return self.down(self.gate_up(hidden), hidden)
 
@@ -114,13 +116,25 @@ class LayerReader:
         return weight, torch.cat(biases) if biases else None
 
     def gate(self, spec: MlpSpec) -> Gate:
-        names = (self.names.gate, self.names.up)
-        return Gate(*(self.weight(name) for name in names), *(self.bias(name, spec.bias) for name in names))
+        gate, up = self.names.gate, self.names.up
+        biases = self.bias(gate, spec.bias), self.bias(up, spec.bias)
+        return Gate(self.weight(gate), self.weight(up), *biases, spec.activation)
 
-    def norm(self, name: str, spec: NormSpec) -> Norm:
-        return Norm(self.weight(name), spec.eps)
+    def norm_before(self, name: str, spec: NormSpec) -> Norm | None:
+        return make_norm(self.weight(name), spec) if spec.is_before else None
 
-    def head_norm(self, spec: AttentionSpec) -> Tensor:
+    def norm_after(self, name: str, spec: NormSpec) -> Norm | None:
+        return make_norm(self.weight(name), spec) if spec.is_after else None
+
+    def head_norm(self, spec: LayerSpec) -> Tensor:
         """Weights of the q and k norms, repeated for each head: [num_heads + num_kv_heads, head_dim]."""
-        q, k = self.weight(self.names.q_norm), self.weight(self.names.k_norm)
-        return torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
+        q, k = (make_norm(self.weight(name), spec.norm).weight for name in (self.names.q_norm, self.names.k_norm))
+        return torch.cat((q.expand(spec.attention.num_heads, -1), k.expand(spec.attention.num_kv_heads, -1)))
+
+    def sinks(self) -> Tensor:
+        return self._read(self.names.of_layer(self._index, self.names.sinks))
+
+
+def make_norm(weight: Tensor, spec: NormSpec) -> Norm:
+    """The norm as it is computed: with the offset in its weight."""
+    return Norm((weight.float() + spec.offset).to(weight.dtype) if spec.offset else weight, spec.eps)

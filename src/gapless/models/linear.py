@@ -1,9 +1,11 @@
 """Matrix products with fixed weights: plain ones, and ones prepacked by oneDNN for the CPU.
 
-Owns the choice between the two, by device type and dtype. On the CPU the residual add, SiLU and the gate's product
-are fused into the packed products as oneDNN post-ops. Knows nothing of layers.
+Owns the choice between the two, by device type and dtype. On the CPU the residual add, the activation and the gate's
+product are fused into the packed products as oneDNN post-ops. Knows nothing of layers.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,7 +22,7 @@ class Linear(Protocol):
 
 
 class GatedLinear(Protocol):
-    def __call__(self, x: Tensor) -> Tensor: ...  # [n, in] -> [n, out]: silu(gate(x)) * up(x)
+    def __call__(self, x: Tensor) -> Tensor: ...  # [n, in] -> [n, out]: activation(gate(x)) * up(x)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -28,9 +30,15 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return _LINEARS.get(_key(weight), PlainLinear)(weight, bias)
 
 
-def make_gated(gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None) -> GatedLinear:
+def make_gated(
+    gate: Tensor,
+    up: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    activation: str = "silu",
+) -> GatedLinear:
     """gate and up [out, in]."""
-    return _GATED.get(_key(gate), PlainGated)(gate, up, gate_bias, up_bias)
+    return _GATED.get(_key(gate), PlainGated)(gate, up, gate_bias, up_bias, activation)
 
 
 class PlainLinear:
@@ -49,15 +57,18 @@ class PlainLinear:
 class PlainGated:
     """gate and up as one product."""
 
-    __slots__ = ("both",)
+    __slots__ = ("activate", "both")
 
-    def __init__(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> None:
+    def __init__(
+        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, activation: str
+    ) -> None:
+        self.activate = _ACTIVATIONS[activation]
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
         self.both = PlainLinear(torch.cat((gate, up)), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.both(x).chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return self.activate(gate).mul_(up)
 
 
 class PackedLinear:
@@ -77,15 +88,18 @@ class PackedLinear:
 
 
 class PackedGated:
-    """Two products: the first ends in SiLU, the second in the multiplication by the first."""
+    """Two products: the first ends in the activation, the second in the multiplication by the first."""
 
-    __slots__ = ("gate", "up")
+    __slots__ = ("algorithm", "gate", "post_op", "up")
 
-    def __init__(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> None:
+    def __init__(
+        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, activation: str
+    ) -> None:
         self.gate, self.up = PackedLinear(gate, gate_bias), PackedLinear(up, up_bias)
+        self.post_op, self.algorithm = _POST_OPS[activation]
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate = _product(x, self.gate.packed, self.gate.bias, "swish", [], "")
+        gate = _product(x, self.gate.packed, self.gate.bias, self.post_op, [], self.algorithm)
         gated: Tensor = _product_with(x, gate, self.up.packed, self.up.bias, "mul")
         return gated
 
@@ -100,6 +114,8 @@ def _packable_dtypes() -> list[torch.dtype]:
     return [torch.float32, *([torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
 
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+_POST_OPS = {"silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}  # of oneDNN, and their algorithm
 _PACKABLE = [("cpu", dtype) for dtype in _packable_dtypes()]
 _LINEARS: dict[tuple[str, torch.dtype], type[PackedLinear]] = dict.fromkeys(_PACKABLE, PackedLinear)
 _GATED: dict[tuple[str, torch.dtype], type[PackedGated]] = dict.fromkeys(_PACKABLE, PackedGated)

@@ -12,7 +12,10 @@ _GGUF_PATTERN = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """Each without its ending `.weight` or `.bias`; those of a layer stand below `layers` and its number."""
+    """Each without its ending `.weight` or `.bias`, which sinks do not have.
+
+    Those of a layer stand below `layers` and its number.
+    """
 
     embedding: str = "model.embed_tokens"
     last_norm: str = "model.norm"

@@ -102,14 +102,18 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 class Rotation:
-    """What one layer does to queries and keys before they meet: an optional norm of each head, then rope."""
+    """What one layer does to queries and keys before they meet: an optional norm of each head, then rope.
 
-    __slots__ = ("cos_sin", "eps", "norm_weight")
+    Carries the layer's sinks too, where it has them.
+    """
 
-    def __init__(self, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> None:
+    __slots__ = ("cos_sin", "eps", "norm_weight", "sinks")
+
+    def __init__(self, cos_sin: Tensor, norm_weight: Tensor | None, eps: float, sinks: Tensor | None = None) -> None:
         self.cos_sin = cos_sin  # [n, 2, head_dim]
         self.norm_weight = norm_weight  # [num_heads + num_kv_heads, head_dim]
         self.eps = eps
+        self.sinks = sinks  # [num_heads]
 
     def apply(self, heads: Tensor) -> Tensor:
         """Queries and keys [n, num_heads + num_kv_heads, head_dim], normalized and rotated."""

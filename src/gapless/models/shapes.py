@@ -39,6 +39,8 @@ def _attention(spec: AttentionSpec, names: WeightNames, hidden: int) -> Iterator
     for name, size in ((names.q, q_size), (names.k, kv_size), (names.v, kv_size)):
         yield from _linear(name, size, hidden, spec.qkv_bias)
     yield from _linear(names.o, hidden, q_size, spec.output_bias)
+    if spec.sinks:
+        yield names.sinks, (spec.num_heads,)
 
 
 def _mlp(spec: MlpSpec, names: WeightNames, hidden: int) -> Iterator[tuple[str, _Shape]]:

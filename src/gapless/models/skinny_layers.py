@@ -14,9 +14,11 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
+from gapless.models.config import ModelConfig
 from gapless.models.fused import rms_norm, silu_mul
 from gapless.models.layers import Gate, Hidden, Norm
 from gapless.models.skinny import Workspace, embed, product, tiling_for
+from gapless.models.spec import Feature, lacking
 from gapless.models.tilings import MAX_ROWS
 
 
@@ -46,7 +48,15 @@ class SkinnyLayers:
         self._plain = plain
         self._workspace = Workspace(device)
 
-    def embed(self, table: Tensor) -> Callable[[Tensor], Hidden]:
+    @staticmethod
+    def why_not(config: ModelConfig) -> str | None:
+        """Why these parts do not make up the model, or None."""
+        missing = lacking(config.features(), {Feature.MIXED_ROPES, Feature.MIXED_SIZES, Feature.LOGIT_CAP})
+        return None if missing is None else f"its layers have no {missing}"
+
+    def embed(self, table: Tensor, scale: float = 1.0) -> Callable[[Tensor], Hidden]:
+        assert scale == 1.0
+
         def apply(token_ids: Tensor) -> Hidden:
             if self._fused and len(token_ids) <= MAX_ROWS:
                 return Hidden(embed(token_ids, table, self._workspace), num_squares=1)
@@ -57,15 +67,20 @@ class SkinnyLayers:
     def norm(self, norm: Norm) -> Callable[[Hidden], Tensor]:
         return lambda hidden: rms_norm(hidden.values, norm.weight, norm.eps, hidden.addend)
 
-    def norm_linear(self, norm: Norm, weight: Tensor, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
+    def norm_linear(self, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
+        assert norm is not None
         return SkinnyNormed(norm, weight, bias, self._workspace, self._plain, fused=self._fused)
 
-    def norm_gated(self, norm: Norm, gate: Gate) -> Callable[[Hidden], Tensor]:
+    def norm_gated(self, norm: Norm | None, gate: Gate) -> Callable[[Hidden], Tensor]:
+        assert norm is not None
         bias = None if gate.gate_bias is None or gate.up_bias is None else torch.cat((gate.gate_bias, gate.up_bias))
         both = torch.cat((gate.gate, gate.up))
         return SkinnyNormed(norm, both, bias, self._workspace, self._plain, fused=self._fused, gated=True)
 
-    def add_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Hidden], Hidden]:
+    def add_linear(
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None
+    ) -> Callable[[Tensor, Hidden], Hidden]:
+        assert norm is None
         return SkinnyAdded(weight, bias, self._workspace, self._plain, fused=self._fused)
 
     def linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:

@@ -36,6 +36,7 @@ from gapless.runner.resolve import (
     is_native,
     max_model_len,
     read_config,
+    refuse_unsupported,
     resolve_on,
     sizes,
 )
@@ -83,6 +84,7 @@ def load(
     options: EngineOptions, source: ModelSource, config: ModelConfig, device: Device, progress: Progress | None = None
 ) -> CausalLM | NativeModel:
     """The weights, on the device."""
+    refuse_unsupported(device, config)
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     weights: dict[str, Any] = {
@@ -93,7 +95,7 @@ def load(
         "max_positions": max_model_len(options, config),
         "progress": progress,
     }
-    if is_native(options, device)[0]:
+    if is_native(options, device, config)[0]:
         return load_native(source, config, **weights)
     if options.batch_invariant and device.torch_device.type in NATIVE_DEVICES:
         raise ConfigError("batch_invariant: on a CPU only native steps are (option native, and a C++ compiler)")
@@ -174,9 +176,7 @@ def _kv_store(device: Device, config: ModelConfig, resolved: Resolved) -> KVStor
 def _reference(device: Device, kv: KVStore, resolved: Resolved, batch_invariant: bool) -> tuple[Attention, str]:
     from gapless.attention.reference import ReferenceAttention
 
-    config = resolved.model
-    scale = config.layers[0].attention.scale
-    return ReferenceAttention(kv.pools, resolved.limits.block_size, config.num_heads, scale), ""
+    return ReferenceAttention(kv.pools, resolved.limits.block_size, resolved.model.attention_specs()), ""
 
 
 def _fastest(device: Device, kv: KVStore, resolved: Resolved, batch_invariant: bool) -> tuple[Attention, str]:

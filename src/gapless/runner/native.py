@@ -23,7 +23,7 @@ from gapless.errors import CapacityError
 from gapless.models.config import ModelConfig
 from gapless.models.decoder import ReadWeight
 from gapless.models.rope import RotaryTable
-from gapless.models.spec import LayerSpec
+from gapless.models.spec import LayerSpec, attention_features, lacking
 from gapless.native import library as native
 from gapless.runner.fill import Filled, Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
@@ -42,11 +42,12 @@ NO_MEMORY = 4  # step.cpp has the same numbers
 _PART = {name: index for index, name in enumerate(native.PARTS)}
 
 
-def why_not(dtype: torch.dtype) -> str | None:
-    """Why steps with weights of this type cannot be native; None where they can."""
+def why_not(dtype: torch.dtype, model: ModelConfig | None = None) -> str | None:
+    """Why steps with weights of this type, and of this model, cannot be native; None where they can."""
     if dtype not in DTYPES:
         return f"{str(dtype).removeprefix('torch.')} weights"
-    return native.why_unavailable()
+    missing = None if model is None else lacking((*attention_features(model.attention_specs()), *model.features()), ())
+    return native.why_unavailable() if missing is None else str(missing)
 
 
 class NativeModel:
@@ -75,7 +76,8 @@ class NativeModel:
         else:
             self._set_matrix("EMBEDDING", 0, table)
             self._set_matrix("HEAD", 0, self._read(f"{self.config.names.head}.weight"))
-        self._set_vector("LAST_NORM", 0, self._read(f"{self.config.names.last_norm}.weight"))
+        weight = self._read(f"{self.config.names.last_norm}.weight")
+        self._set_vector("LAST_NORM", 0, weight.float() + self.config.last_norm.offset)
 
     def _set_layer(self, layer: int, spec: LayerSpec) -> None:
         names, attention = self.config.names, spec.attention
@@ -85,11 +87,12 @@ class NativeModel:
         self._set_linear("OUT", layer, names.o, attention.output_bias)
         for part, name in (("GATE", names.gate), ("UP", names.up), ("DOWN", names.down)):
             self._set_linear(part, layer, name, spec.mlp.bias)
-        self._set_norm("FIRST_NORM", layer, names.attention_norm)
-        self._set_norm("SECOND_NORM", layer, names.mlp_norm)
+        norms = [("FIRST_NORM", names.attention_norm), ("SECOND_NORM", names.mlp_norm)]
         if attention.head_norm:
-            self._set_norm("Q_NORM", layer, names.q_norm)
-            self._set_norm("K_NORM", layer, names.k_norm)
+            norms += [("Q_NORM", names.q_norm), ("K_NORM", names.k_norm)]
+        for part, name in norms:
+            weight = self._read(f"{names.of_layer(layer, name)}.weight")
+            self._set_vector(part, layer, weight.float() + spec.norm.offset)
 
     def _set_linear(self, part: str, layer: int, name: str, has_bias: bool, first: int = 0) -> int:
         """Returns how many outputs there were."""
@@ -99,9 +102,6 @@ class NativeModel:
         if has_bias:
             self._set_vector(part, layer, self._read(f"{name}.bias"), first)
         return len(weight)
-
-    def _set_norm(self, part: str, layer: int, name: str) -> None:
-        self._set_vector(part, layer, self._read(f"{self.config.names.of_layer(layer, name)}.weight"))
 
     def _set_matrix(self, part: str, layer: int, weight: Tensor, first: int = 0) -> None:
         weight = weight.contiguous()

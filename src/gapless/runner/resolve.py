@@ -93,6 +93,7 @@ def read_config(source: ModelSource) -> ModelConfig:
 
 def resolve_on(device: Device, options: EngineOptions, model: ModelConfig, dry_run: Callable[[], None]) -> Resolved:
     """The same on a device that is open; `dry_run` shows how much memory a step takes."""
+    refuse_unsupported(device, model)
     dtype, kv_dtype = dtypes(options, device)
     num_rows, max_batch_tokens = sizes(options, device)
     longest = max_model_len(options, model)
@@ -108,7 +109,8 @@ def resolve_on(device: Device, options: EngineOptions, model: ModelConfig, dry_r
         prefix_cache=options.prefix_cache,
     )
     machine = device.torch_device.type, dtype, kv_dtype, num_blocks * size
-    return Resolved(model, *machine, limits, *is_native(options, device), _candidates(options, device, model, kv_dtype))
+    native = is_native(options, device, model)
+    return Resolved(model, *machine, limits, *native, _candidates(options, device, model, kv_dtype))
 
 
 def _candidates(options: EngineOptions, device: Device, config: ModelConfig, kv_dtype: torch.dtype) -> tuple[str, ...]:
@@ -128,11 +130,34 @@ def dtypes(options: EngineOptions, device: Device) -> tuple[torch.dtype, torch.d
     return dtype, defaults.kv_dtype or dtype
 
 
-def is_native(options: EngineOptions, device: Device) -> tuple[bool, str | None]:
+def refuse_unsupported(device: Device, model: ModelConfig) -> None:
+    """Before any weight is read. Raises UnsupportedModel where layers or attention cannot do what the model needs."""
+    if reason := WHY_NOT[device.torch_device.type](model):
+        raise UnsupportedModel(f"{model.architecture} cannot run on {device.torch_device.type}: {reason}")
+
+
+def _why_not_cpu(model: ModelConfig) -> str | None:
+    from gapless.attention.reference import ReferenceAttention
+    from gapless.models.layers import PlainLayers
+
+    return ReferenceAttention.why_not(model.attention_specs()) or PlainLayers.why_not(model)
+
+
+def _why_not_cuda(model: ModelConfig) -> str | None:
+    from gapless.attention.triton import TritonAttention  # these need Triton, which only GPU installations have
+    from gapless.models.skinny_layers import SkinnyLayers
+
+    return TritonAttention.why_not(model.attention_specs()) or SkinnyLayers.why_not(model)
+
+
+WHY_NOT = {"cpu": _why_not_cpu, "cuda": _why_not_cuda}
+
+
+def is_native(options: EngineOptions, device: Device, model: ModelConfig) -> tuple[bool, str | None]:
     """Whether steps are native calls, and if not, why, unless that is what the user asked for."""
     if device.torch_device.type not in NATIVE_DEVICES or not options.native:
         return False, None
-    reason = why_not(dtypes(options, device)[0])
+    reason = why_not(dtypes(options, device)[0], model)
     return reason is None, reason
 
 
