@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gapless.models.linear import PackedGated, PackedLinear, PlainGated, PlainLinear, make_gated, make_linear
+from gapless.models.linear import PLAIN, PackedGated, PackedLinear, PlainGated, PlainLinear, plain
+from gapless.models.weight import GatedLinear, stacked
 
 ROWS = [1, 2, 3, 16, 17, 200, 2048]
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
@@ -48,17 +49,26 @@ def test_gated_equals_its_definition(dtype: torch.dtype, with_bias: bool, activa
 
 def test_choice_by_device_and_dtype() -> None:
     weight = torch.randn(8, 8)
-    assert isinstance(make_linear(weight), PackedLinear)
-    assert isinstance(make_gated(weight, weight), PackedGated)
+    assert isinstance(PLAIN.linear(plain(weight), None), PackedLinear)
+    assert isinstance(gated(weight), PackedGated)
     for other in (weight.double(), weight.to("meta")):
-        assert isinstance(make_linear(other), PlainLinear)
-        assert isinstance(make_gated(other, other), PlainGated)
+        assert isinstance(PLAIN.linear(plain(other), None), PlainLinear)
+        assert isinstance(gated(other), PlainGated)
+
+
+def gated(weight: Tensor) -> GatedLinear:
+    return PLAIN.gated(plain(weight), plain(weight), (None, None), "silu")
+
+
+def test_weights_are_stacked_in_their_order() -> None:
+    parts = [torch.randn(rows, 8) for rows in (1, 3, 2)]
+    assert torch.equal(stacked([plain(part) for part in parts]).dense(), torch.cat(parts))
 
 
 def test_packing_keeps_no_second_copy() -> None:
     weight = torch.randn(64, 64)
     alive = weakref.ref(weight)
-    linear = make_linear(weight)
+    linear = PLAIN.linear(plain(weight), None)
     del weight
     assert alive() is None
     assert linear(torch.ones(1, 64)).shape == (1, 64)

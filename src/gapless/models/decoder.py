@@ -14,11 +14,12 @@ from gapless.models.layers import Gate, Hidden, Layers, Norm, layers_for
 from gapless.models.names import WeightNames
 from gapless.models.rope import RotaryTable, Rotation
 from gapless.models.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from gapless.models.weight import Weight, stacked
 
 # attend(layer, heads, rotation) rotates q and k, stores k and v, and returns attention [n, num_heads * head_dim].
 # heads is [n, num_heads + 2 * num_kv_heads, head_dim]: q, k and v side by side.
 Attend = Callable[[int, Tensor, Rotation], Tensor]
-ReadWeight = Callable[[str], Tensor]  # by its name in a Hugging Face checkpoint, on the device, in the dtype
+ReadWeight = Callable[[str], Weight]  # by its name in a Hugging Face checkpoint, on the device, in the dtype
 
 
 class CausalLM:
@@ -38,17 +39,18 @@ class CausalLM:
         self.config = config
         names = config.names
         table = read(f"{names.embedding}.weight")
-        make = layers_for(table.device, table.dtype, batch_invariant=batch_invariant)
+        make = layers_for(table.data.device, table.data.dtype, batch_invariant=batch_invariant)
         self.embed = make.embed(table, config.embedding_scale)
         ropes = list(dict.fromkeys(spec.rope for spec in config.attention_specs()))
         self.layers = [
             DecoderLayer(spec, index, ropes.index(spec.attention.rope), LayerReader(names, index, read), make)
             for index, spec in enumerate(config.layers)
         ]
-        self.norm = make.norm(make_norm(read(f"{names.last_norm}.weight"), config.last_norm))
+        self.norm = make.norm(make_norm(read(f"{names.last_norm}.weight").dense(), config.last_norm))
         self.head = make.linear(table if config.tie_embeddings else read(f"{names.head}.weight"))
         num_positions = max_positions or config.max_position_embeddings
-        self.rotary = [RotaryTable(rope, config.head_dim, num_positions, table.dtype, table.device) for rope in ropes]
+        where = table.data.dtype, table.data.device
+        self.rotary = [RotaryTable(rope, config.head_dim, num_positions, *where) for rope in ropes]
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """token_ids [n] int32 or int64, positions [n] int64 -> hidden [n, hidden_size]."""
@@ -99,19 +101,19 @@ class LayerReader:
     def __init__(self, names: WeightNames, index: int, read: ReadWeight) -> None:
         self.names, self._index, self._read = names, index, read
 
-    def weight(self, name: str) -> Tensor:
+    def weight(self, name: str) -> Weight:
         return self._read(f"{self.names.of_layer(self._index, name)}.weight")
 
     def bias(self, name: str, has_bias: bool) -> Tensor | None:
-        return self._read(f"{self.names.of_layer(self._index, name)}.bias") if has_bias else None
+        return self._read(f"{self.names.of_layer(self._index, name)}.bias").dense() if has_bias else None
 
-    def linear(self, name: str, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+    def linear(self, name: str, has_bias: bool) -> tuple[Weight, Tensor | None]:
         return self.weight(name), self.bias(name, has_bias)
 
-    def qkv(self, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
+    def qkv(self, spec: AttentionSpec) -> tuple[Weight, Tensor | None]:
         """q, k and v below each other."""
         names = (self.names.q, self.names.k, self.names.v)
-        weight = torch.cat([self.weight(name) for name in names])
+        weight = stacked([self.weight(name) for name in names])
         biases = [bias for name in names if (bias := self.bias(name, spec.qkv_bias)) is not None]
         return weight, torch.cat(biases) if biases else None
 
@@ -120,19 +122,22 @@ class LayerReader:
         biases = self.bias(gate, spec.bias), self.bias(up, spec.bias)
         return Gate(self.weight(gate), self.weight(up), *biases, spec.activation)
 
+    def norm(self, name: str, spec: NormSpec) -> Norm:
+        return make_norm(self.weight(name).dense(), spec)
+
     def norm_before(self, name: str, spec: NormSpec) -> Norm | None:
-        return make_norm(self.weight(name), spec) if spec.is_before else None
+        return self.norm(name, spec) if spec.is_before else None
 
     def norm_after(self, name: str, spec: NormSpec) -> Norm | None:
-        return make_norm(self.weight(name), spec) if spec.is_after else None
+        return self.norm(name, spec) if spec.is_after else None
 
     def head_norm(self, spec: LayerSpec) -> Tensor:
         """Weights of the q and k norms, repeated for each head: [num_heads + num_kv_heads, head_dim]."""
-        q, k = (make_norm(self.weight(name), spec.norm).weight for name in (self.names.q_norm, self.names.k_norm))
+        q, k = (self.norm(name, spec.norm).weight for name in (self.names.q_norm, self.names.k_norm))
         return torch.cat((q.expand(spec.attention.num_heads, -1), k.expand(spec.attention.num_kv_heads, -1)))
 
     def sinks(self) -> Tensor:
-        return self._read(self.names.of_layer(self._index, self.names.sinks))
+        return self._read(self.names.of_layer(self._index, self.names.sinks)).dense()
 
 
 def make_norm(weight: Tensor, spec: NormSpec) -> Norm:

@@ -1,44 +1,45 @@
-"""Matrix products with fixed weights: plain ones, and ones prepacked by oneDNN for the CPU.
+"""The plain scheme: products with weights as they are, and with weights prepacked by oneDNN for the CPU.
 
 Owns the choice between the two, by device type and dtype. On the CPU the residual add, the activation and the gate's
 product are fused into the packed products as oneDNN post-ops. Knows nothing of layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gapless.models.weight import GateBiases, GatedLinear, Linear, Weight
+
 _PACK_ROWS = 16  # only a hint: with it, 1 row and 2048 rows are as fast as when packed for them
 
 
-class Linear(Protocol):
-    def __call__(self, x: Tensor) -> Tensor: ...  # [n, in] -> [n, out]
+class PlainScheme:
+    """Weights as tensors of the model's dtype."""
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor: ...  # [n, in], [n, out] -> [n, out], a new tensor
+    name = "plain"
+
+    def dense(self, weight: Weight) -> Tensor:
+        return weight.data
+
+    def stacked(self, weights: Sequence[Weight]) -> Weight:
+        return plain(torch.cat([weight.data for weight in weights]))
+
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        """A packed product keeps no reference to the weight."""
+        return _LINEARS.get(_key(weight.data), PlainLinear)(weight.data, bias)
+
+    def gated(self, gate: Weight, up: Weight, biases: GateBiases, activation: str) -> GatedLinear:
+        return _GATED.get(_key(gate.data), PlainGated)(gate.data, up.data, *biases, activation)
 
 
-class GatedLinear(Protocol):
-    def __call__(self, x: Tensor) -> Tensor: ...  # [n, in] -> [n, out]: activation(gate(x)) * up(x)
+PLAIN = PlainScheme()
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """weight [out, in], bias [out]; a packed product keeps no reference to weight."""
-    return _LINEARS.get(_key(weight), PlainLinear)(weight, bias)
-
-
-def make_gated(
-    gate: Tensor,
-    up: Tensor,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    activation: str = "silu",
-) -> GatedLinear:
-    """gate and up [out, in]."""
-    return _GATED.get(_key(gate), PlainGated)(gate, up, gate_bias, up_bias, activation)
+def plain(data: Tensor) -> Weight:
+    return Weight(data, PLAIN)
 
 
 class PlainLinear:

@@ -15,9 +15,11 @@ from gapless.models.config import ModelConfig
 from gapless.models.decoder import CausalLM, ReadWeight
 from gapless.models.files import read_object
 from gapless.models.gguf_file import GGUFFile
+from gapless.models.linear import plain
 from gapless.models.registry import family_of, gguf_config, hf_config
 from gapless.models.shapes import weight_shapes
 from gapless.models.source import ModelSource
+from gapless.models.weight import Weight
 from gapless.models.weights import DummyWeights, GGUFWeights, SafetensorsWeights, Shapes, Weights
 
 logger = logging.getLogger(__name__)
@@ -122,7 +124,7 @@ class _Reader:
         self._checks = checks
         self._sums: dict[str, Tensor] = {}  # [] on the device; finite only if every value is
 
-    def __call__(self, name: str) -> Tensor:
+    def __call__(self, name: str) -> Weight:
         tensor = self._weights.read(name).to(device=self._device, dtype=self._dtype)
         self._num_read += 1
         if self._checks:
@@ -131,7 +133,7 @@ class _Reader:
                 self._check_values()
         if self._progress is not None:
             self._progress(self._num_read, self._num_total)
-        return tensor
+        return plain(tensor)
 
     def _check_values(self) -> None:
         """Refuse NaN and infinite weights. A sum may overflow, so whatever it points at is looked at again."""

@@ -15,8 +15,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from gapless.errors import ConfigError
 from gapless.models.decoder import CausalLM
+from gapless.models.linear import plain
 from gapless.models.registry import hf_config
 from gapless.models.shapes import weight_shapes
+from gapless.models.weight import Weight
 from gapless.proof.stage import LONE_BLOCK_SIZE, ModelStage, Room
 from gapless.runner.native import NativeModel
 from gapless.runner.resolve import Resolved
@@ -49,10 +51,10 @@ def tiny_stage(family: str, seed: int = 0, *, native: bool = False) -> ModelStag
     config = hf_config(raw_config(**FAMILIES[family]))
     shapes = weight_shapes(config)
 
-    def read(name: str) -> torch.Tensor:
+    def read(name: str) -> Weight:
         generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
         mean = 1.0 if name.endswith("norm.weight") else 0.0
-        return torch.empty(shapes[name]).normal_(mean, SPREAD, generator=generator)
+        return plain(torch.empty(shapes[name]).normal_(mean, SPREAD, generator=generator))
 
     with torch.inference_mode():
         model = NativeModel(config, read) if native else CausalLM(config, read)

@@ -58,7 +58,7 @@ class NativeModel:
         self.config = config
         self._read = read
         self._library = native.load_library()
-        table = read(f"{config.names.embedding}.weight")
+        table = read(f"{config.names.embedding}.weight").dense()
         self.handle = self._library.gapless_model(_shape(config), table.dtype == torch.bfloat16)
         if not self.handle:
             raise CapacityError("no memory for the weights")
@@ -75,8 +75,8 @@ class NativeModel:
             self._set_matrix("HEAD", 0, table)
         else:
             self._set_matrix("EMBEDDING", 0, table)
-            self._set_matrix("HEAD", 0, self._read(f"{self.config.names.head}.weight"))
-        weight = self._read(f"{self.config.names.last_norm}.weight")
+            self._set_matrix("HEAD", 0, self._read(f"{self.config.names.head}.weight").dense())
+        weight = self._read(f"{self.config.names.last_norm}.weight").dense()
         self._set_vector("LAST_NORM", 0, weight.float() + self.config.last_norm.offset)
 
     def _set_layer(self, layer: int, spec: LayerSpec) -> None:
@@ -91,16 +91,16 @@ class NativeModel:
         if attention.head_norm:
             norms += [("Q_NORM", names.q_norm), ("K_NORM", names.k_norm)]
         for part, name in norms:
-            weight = self._read(f"{names.of_layer(layer, name)}.weight")
+            weight = self._read(f"{names.of_layer(layer, name)}.weight").dense()
             self._set_vector(part, layer, weight.float() + spec.norm.offset)
 
     def _set_linear(self, part: str, layer: int, name: str, has_bias: bool, first: int = 0) -> int:
         """Returns how many outputs there were."""
         name = self.config.names.of_layer(layer, name)
-        weight = self._read(f"{name}.weight")
+        weight = self._read(f"{name}.weight").dense()
         self._set_matrix(part, layer, weight, first)
         if has_bias:
-            self._set_vector(part, layer, self._read(f"{name}.bias"), first)
+            self._set_vector(part, layer, self._read(f"{name}.bias").dense(), first)
         return len(weight)
 
     def _set_matrix(self, part: str, layer: int, weight: Tensor, first: int = 0) -> None:
