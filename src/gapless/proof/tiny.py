@@ -14,9 +14,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from gapless.errors import ConfigError
+from gapless.models import registry
 from gapless.models.decoder import CausalLM
 from gapless.models.linear import plain
-from gapless.models.registry import hf_config
 from gapless.models.shapes import weight_shapes
 from gapless.models.weight import Weight
 from gapless.proof.stage import LONE_BLOCK_SIZE, ModelStage, Room
@@ -30,11 +30,15 @@ VOCAB_SIZE = 97
 SPREAD = 0.2
 ROOM = Room(num_rows=8, num_places=512, max_batch_tokens=96, max_model_len=96)
 
+_CHANGES: dict[str, dict[str, Any]] = {  # what is not as in `raw_config`, so that families differ in shape too
+    "mistral": {"num_key_value_heads": 1},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 12, "num_hidden_layers": 3},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 1},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 12, "num_hidden_layers": 3},
+    family.model_type: {"architectures": [family.architecture], "model_type": family.model_type}
+    | _CHANGES.get(family.model_type, {})
+    for family in registry.FAMILIES
 }
 
 
@@ -48,7 +52,7 @@ def named_stage(name: str) -> ModelStage:
 
 def tiny_stage(family: str, seed: int = 0, *, native: bool = False) -> ModelStage:
     """A stage with a random model of the family."""
-    config = hf_config(raw_config(**FAMILIES[family]))
+    config = registry.hf_config(raw_config(**FAMILIES[family]))
     shapes = weight_shapes(config)
 
     def read(name: str) -> Weight:

@@ -1,4 +1,4 @@
-"""Configs: both generations of config.json, GGUF metadata, and everything that must be refused."""
+"""Families: both generations of config.json, GGUF metadata, and everything that must be refused."""
 
 from pathlib import Path
 from typing import Any
