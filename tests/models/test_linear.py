@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gapless.models.linear import PLAIN, PackedGated, PackedLinear, PlainGated, PlainLinear, plain
+from gapless.models.linear import PLAIN_SCHEME, PackedGated, PackedLinear, PlainGated, PlainLinear, plain
 from gapless.models.weight import GatedLinear, stacked
 
 ROWS = [1, 2, 3, 16, 17, 200, 2048]
@@ -49,15 +49,15 @@ def test_gated_equals_its_definition(dtype: torch.dtype, with_bias: bool, activa
 
 def test_choice_by_device_and_dtype() -> None:
     weight = torch.randn(8, 8)
-    assert isinstance(PLAIN.linear(plain(weight), None), PackedLinear)
+    assert isinstance(PLAIN_SCHEME.linear(plain(weight), None), PackedLinear)
     assert isinstance(gated(weight), PackedGated)
     for other in (weight.double(), weight.to("meta")):
-        assert isinstance(PLAIN.linear(plain(other), None), PlainLinear)
+        assert isinstance(PLAIN_SCHEME.linear(plain(other), None), PlainLinear)
         assert isinstance(gated(other), PlainGated)
 
 
 def gated(weight: Tensor) -> GatedLinear:
-    return PLAIN.gated(plain(weight), plain(weight), (None, None), "silu")
+    return PLAIN_SCHEME.gated(plain(weight), plain(weight), (None, None), "silu")
 
 
 def test_weights_are_stacked_in_their_order() -> None:
@@ -68,7 +68,7 @@ def test_weights_are_stacked_in_their_order() -> None:
 def test_packing_keeps_no_second_copy() -> None:
     weight = torch.randn(64, 64)
     alive = weakref.ref(weight)
-    linear = PLAIN.linear(plain(weight), None)
+    linear = PLAIN_SCHEME.linear(plain(weight), None)
     del weight
     assert alive() is None
     assert linear(torch.ones(1, 64)).shape == (1, 64)

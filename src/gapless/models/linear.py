@@ -35,11 +35,11 @@ class PlainScheme:
         return _GATED.get(_key(gate.data), PlainGated)(gate.data, up.data, *biases, activation)
 
 
-PLAIN = PlainScheme()
+PLAIN_SCHEME = PlainScheme()
 
 
 def plain(data: Tensor) -> Weight:
-    return Weight(data, PLAIN)
+    return Weight(data, PLAIN_SCHEME)
 
 
 class PlainLinear:
