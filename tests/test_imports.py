@@ -33,7 +33,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "kernels": ("core.params", "core.plan", "core.row_fields"),
     "native": ("config", "errors"),
     "trace": ("errors",),
-    "attention": ("kernels",),
+    "attention": ("kernels", "models.spec"),
     "models": ("errors", "kernels"),
     "text": ("errors", "child", "models.source", "models.files", "models.gguf_file"),
     "runner": (

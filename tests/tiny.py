@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gapless.attention.base import Rotation
-from gapless.models.config import ModelConfig
-from gapless.models.llama import CausalLM, weight_shapes
+from gapless.models.decoder import CausalLM
 from gapless.models.loader import load_config, load_model
+from gapless.models.registry import hf_config
+from gapless.models.shapes import weight_shapes
 from gapless.models.source import resolve
 
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}  # options of every engine here
@@ -72,7 +73,7 @@ def write_tiny(directory: Path, **changes: Any) -> Path:
     write_dummy(directory, **changes)
     generator = torch.Generator().manual_seed(5)
     weights = {}
-    for name, shape in weight_shapes(ModelConfig.from_hf(raw_config(**changes))).items():
+    for name, shape in weight_shapes(hf_config(raw_config(**changes))).items():
         mean = 1.0 if name.endswith("norm.weight") else 0.0
         weights[name] = torch.empty(shape).normal_(mean, 0.2, generator=generator)
     save_file(weights, directory / "model.safetensors")

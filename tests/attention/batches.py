@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from gapless.attention.base import AttentionBatch, Span
+from gapless.models.spec import AttentionSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK_SIZE = 4
@@ -21,6 +22,10 @@ class Shape:
     chunks: tuple[tuple[int, int], ...]  # (start, count) of the rows after them
     norm: bool = False
     num_cores: int = 4  # decides how often keys are split
+
+    def spec(self, scale: float | None = None) -> AttentionSpec:
+        scale = self.head_dim**-0.5 if scale is None else scale
+        return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, scale, rope=None)
 
 
 SHAPES = [

@@ -58,7 +58,7 @@ class Scene:
 
     def check(self, attention: Attention, batch: AttentionBatch) -> None:
         """`batch` is what the attention is told; the reference is told the truth."""
-        reference = ReferenceAttention(self.pools[1:], BLOCK_SIZE, self.shape.num_heads, 0.3)
+        reference = ReferenceAttention(self.pools[1:], BLOCK_SIZE, [self.shape.spec(0.3)])
         expected = reference.begin(self.batch)(0, self.heads, self.rotation)
         found = attention.begin(batch)(0, self.heads, self.rotation)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -120,4 +120,10 @@ def test_a_whole_step_is_not_copied() -> None:
 def test_what_a_library_cannot_do(
     name: str, head_dim: int, block_size: int, dtype: torch.dtype, reason: str | None
 ) -> None:
-    assert LIBRARIES[name].why_not(head_dim, block_size, dtype) == reason
+    assert LIBRARIES[name].why_not([Shape(4, 2, head_dim, (), ()).spec()], block_size, dtype) == reason
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_is_not_called_for_windows(name: str) -> None:
+    spec = dataclasses.replace(Shape(4, 2, 64, (), ()).spec(), window=8)
+    assert LIBRARIES[name].why_not([spec], 16, torch.bfloat16) == "it is not called for sliding windows"

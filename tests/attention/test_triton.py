@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -31,7 +34,7 @@ def test_equals_reference(shape: Shape, batch_invariant: bool) -> None:
     rotation = Rotation(draw(num_tokens, 2, shape.head_dim), weight, 1e-5)
     scale = shape.head_dim**-0.5
     pools = [pool.clone(), pool.clone()]
-    expected = ReferenceAttention(pools[:1], BLOCK_SIZE, shape.num_heads, scale).begin(batch)(0, heads, rotation)
+    expected = ReferenceAttention(pools[:1], BLOCK_SIZE, [shape.spec()]).begin(batch)(0, heads, rotation)
     triton = TritonAttention(
         pools[1:],
         BLOCK_SIZE,
@@ -46,6 +49,26 @@ def test_equals_reference(shape: Shape, batch_invariant: bool) -> None:
         found = attend(0, heads, rotation)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(pools[1], pools[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"scale": 0.3}, None),
+        ({"window": 4}, "the attention kernels have no sliding windows"),
+        ({"soft_cap": 30.0}, "the attention kernels have no soft caps of scores"),
+        ({"sinks": True}, "the attention kernels have no attention sinks"),
+    ],
+)
+def test_what_the_kernels_cannot_do(changes: dict[str, Any], reason: str | None) -> None:
+    spec = replace(SHAPES[0].spec(), **changes)
+    assert TritonAttention.why_not([spec, spec]) == reason
+
+
+def test_the_kernels_take_one_scale_for_all_layers() -> None:
+    specs = [SHAPES[0].spec(scale) for scale in (0.2, 0.3)]
+    assert TritonAttention.why_not(specs) == "the attention kernels have no scales that differ from layer to layer"
 
 
 def test_batch_invariant_tokens_do_not_know_who_came_along() -> None:

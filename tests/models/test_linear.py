@@ -1,12 +1,15 @@
 """Packed and fused products equal plain ones, for any number of rows."""
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from gapless.models.linear import PackedGated, PackedLinear, PlainGated, PlainLinear, make_gated, make_linear
+from gapless.models.linear import PLAIN_SCHEME, PackedGated, PackedLinear, PlainGated, PlainLinear, plain
+from gapless.models.weight import GatedLinear, stacked
 
 ROWS = [1, 2, 3, 16, 17, 200, 2048]
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
@@ -25,31 +28,47 @@ def test_packed_equals_plain(dtype: torch.dtype, with_bias: bool) -> None:
         assert torch.equal(residual, kept)
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_gated_equals_its_definition(dtype: torch.dtype, with_bias: bool) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_equals_its_definition(dtype: torch.dtype, with_bias: bool, activation: str) -> None:
     gate, up = ((torch.randn(40, 72) / 8).to(dtype) for _ in range(2))
     biases = tuple(torch.randn(40).to(dtype) if with_bias else None for _ in range(2))
     for num_rows in ROWS:
         x = torch.randn(num_rows, 72).to(dtype)
-        expected = F.silu(F.linear(x, gate, biases[0])) * F.linear(x, up, biases[1])
-        for gated in (PackedGated(gate, up, *biases), PlainGated(gate, up, *biases)):
+        expected = ACTIVATIONS[activation](F.linear(x, gate, biases[0])) * F.linear(x, up, biases[1])
+        for gated in (PackedGated(gate, up, *biases, activation), PlainGated(gate, up, *biases, activation)):
             torch.testing.assert_close(gated(x), expected, **TOLERANCE[dtype])
 
 
 def test_choice_by_device_and_dtype() -> None:
     weight = torch.randn(8, 8)
-    assert isinstance(make_linear(weight), PackedLinear)
-    assert isinstance(make_gated(weight, weight), PackedGated)
+    assert isinstance(PLAIN_SCHEME.linear(plain(weight), None), PackedLinear)
+    assert isinstance(gated(weight), PackedGated)
     for other in (weight.double(), weight.to("meta")):
-        assert isinstance(make_linear(other), PlainLinear)
-        assert isinstance(make_gated(other, other), PlainGated)
+        assert isinstance(PLAIN_SCHEME.linear(plain(other), None), PlainLinear)
+        assert isinstance(gated(other), PlainGated)
+
+
+def gated(weight: Tensor) -> GatedLinear:
+    return PLAIN_SCHEME.gated(plain(weight), plain(weight), (None, None), "silu")
+
+
+def test_weights_are_stacked_in_their_order() -> None:
+    parts = [torch.randn(rows, 8) for rows in (1, 3, 2)]
+    assert torch.equal(stacked([plain(part) for part in parts]).dense(), torch.cat(parts))
 
 
 def test_packing_keeps_no_second_copy() -> None:
     weight = torch.randn(64, 64)
     alive = weakref.ref(weight)
-    linear = make_linear(weight)
+    linear = PLAIN_SCHEME.linear(plain(weight), None)
     del weight
     assert alive() is None
     assert linear(torch.ones(1, 64)).shape == (1, 64)

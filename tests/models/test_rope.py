@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from gapless.errors import CorruptModel
-from gapless.models.config import ModelConfig
+from gapless.models.registry import hf_config
 from gapless.models.rope import RotaryTable, apply_rope, inverse_frequencies
 from gapless.models.rope_config import RopeConfig
 
@@ -34,7 +34,7 @@ KINDS: list[dict[str, Any]] = [
 def test_equals_transformers(kind: dict[str, Any], head_dim: int) -> None:
     raw = raw_config(head_dim=head_dim, max_position_embeddings=2048, rope_parameters=kind | {"rope_theta": 50000.0})
     theirs = LlamaRotaryEmbedding(LlamaConfig(**raw))
-    rope = ModelConfig.from_hf(raw).rope
+    rope = hf_config(raw).layers[0].attention.rope
     torch.testing.assert_close(inverse_frequencies(rope, head_dim), theirs.inv_freq, rtol=1e-6, atol=0)
 
     positions = torch.randint(0, 2048, (50,))

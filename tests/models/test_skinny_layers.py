@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from gapless.kernels.cublas import library_product
 from gapless.kernels.tilings import MAX_ROWS, choose_tiling
 from gapless.models.layers import Gate, Hidden, Norm
+from gapless.models.linear import plain
 from gapless.models.skinny_layers import SkinnyLayers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,16 +56,16 @@ def test_a_layer_of_fused_products(num_rows: int, size: int) -> None:
     gate, up = (draw(256, size, seed=seed) / size**0.5 for seed in (5, 6))  # where SiLU is curved
     x = draw(num_rows, 2 * size, seed=7)
 
-    hidden = make.embed(table)(ids)
+    hidden = make.embed(plain(table))(ids)
     assert hidden.num_squares == 1
-    assert_near(make.norm_linear(norms[0], qkv, None)(hidden), normed(table[ids], norms[0]) @ qkv.float().T)
+    assert_near(make.norm_linear(norms[0], plain(qkv), None)(hidden), normed(table[ids], norms[0]) @ qkv.float().T)
 
-    hidden = make.add_linear(out, None)(x, hidden)
+    hidden = make.add_linear(plain(out), None)(x, hidden)
     expected = table[ids].float() + x.float() @ out.float().T
     assert hidden.num_squares > 1
     assert_near(hidden.values, expected)
 
-    inner = make.norm_gated(norms[1], Gate(gate, up, None, None))(hidden)
+    inner = make.norm_gated(norms[1], Gate(plain(gate), plain(up), None, None))(hidden)
     after = normed(hidden.values, norms[1])
     assert_near(inner, F.silu(after @ gate.float().T) * (after @ up.float().T))
     assert_near(make.norm(norms[0])(hidden), normed(hidden.values, norms[0]))
@@ -82,38 +83,40 @@ def test_one_row_of_short_products_has_a_kernel_of_its_own() -> None:
 @pytest.mark.parametrize("num_rows", [3, MAX_ROWS + 1])
 def test_too_many_rows_and_biases_take_the_library(num_rows: int) -> None:
     make = SkinnyLayers(DEVICE, fused=True)
-    hidden = make.embed(draw(300, 128))(torch.arange(num_rows, device=DEVICE))
+    hidden = make.embed(plain(draw(300, 128)))(torch.arange(num_rows, device=DEVICE))
     assert hidden.num_squares == (1 if num_rows <= MAX_ROWS else 0)
     norm = Norm(1 + 0.1 * draw(128, seed=1), EPS)
     weight, bias = draw(64, 128, seed=3), draw(64, seed=4)
     expected = normed(hidden.values, norm) @ weight.float().T + bias.float()
-    assert_near(make.norm_linear(norm, weight, bias)(hidden), expected)
+    assert_near(make.norm_linear(norm, plain(weight), bias)(hidden), expected)
     residual = draw(num_rows, 128, seed=5)
-    found = make.add_linear(draw(128, 128, seed=6), draw(128, seed=7))(draw(num_rows, 128, seed=8), Hidden(residual))
+    found = make.add_linear(plain(draw(128, 128, seed=6)), draw(128, seed=7))(
+        draw(num_rows, 128, seed=8), Hidden(residual)
+    )
     added = draw(num_rows, 128, seed=8).float() @ draw(128, 128, seed=6).float().T + draw(128, seed=7).float()
     assert found.addend is not None
     expected = residual.float() + added
     again = Hidden(found.values.clone(), found.addend)
     assert_near(make.norm(norm)(found), normed(expected, norm))
     assert_near(found.values, expected)  # the norm added it in place
-    assert_near(make.norm_linear(norm, weight, None)(again), normed(expected, norm) @ weight.float().T)
+    assert_near(make.norm_linear(norm, plain(weight), None)(again), normed(expected, norm) @ weight.float().T)
 
 
 def test_without_fused_kernels_all_products_are_the_plain_one() -> None:
     """A row's result must not depend on the others, or on how many there are."""
     asked: list[tuple[int, ...]] = []
 
-    def plain(x: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def noted(x: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         asked.append(tuple(weight.shape))
         return library_product(x, weight, *args, **kwargs)
 
-    make = SkinnyLayers(DEVICE, fused=False, plain=plain)
+    make = SkinnyLayers(DEVICE, fused=False, plain=noted)
     norm = Norm(1 + 0.1 * draw(128, seed=1), EPS)
     qkv, out, gate, head = draw(64, 128), draw(128, 64), draw(32, 128), draw(256, 128)
-    hidden = make.embed(draw(300, 128))(torch.arange(3, device=DEVICE))
-    hidden = make.add_linear(out, None)(make.norm_linear(norm, qkv, None)(hidden), hidden)
-    make.norm_gated(norm, Gate(gate, gate, None, None))(hidden)
-    make.linear(head)(hidden.values)
+    hidden = make.embed(plain(draw(300, 128)))(torch.arange(3, device=DEVICE))
+    hidden = make.add_linear(plain(out), None)(make.norm_linear(norm, plain(qkv), None)(hidden), hidden)
+    make.norm_gated(norm, Gate(plain(gate), plain(gate), None, None))(hidden)
+    make.linear(plain(head))(hidden.values)
     assert asked == [(64, 128), (128, 64), (64, 128), (256, 128)]
 
 
@@ -126,7 +129,7 @@ def test_norms_stay_whole_where_no_kernel_takes_them(size: int, bias: bool) -> N
     added = draw(64, seed=4) if bias else None
     hidden = Hidden(x, num_squares=1)  # as if a kernel had left sums behind
     expected = normed(x, norm) @ weight.float().T + (0 if added is None else added.float())
-    found = make.norm_linear(norm, weight, added)
+    found = make.norm_linear(norm, plain(weight), added)
     assert_near(found(hidden), expected)
     assert found._weight is weight
 
@@ -135,7 +138,9 @@ def test_a_gate_is_folded_where_a_gated_kernel_takes_it() -> None:
     columns = 4128  # in tiles of 32, where a product without a gate has tiles of 64
     assert choose_tiling(2, columns, 128) is None
     gate = draw(columns, 128)
-    found = SkinnyLayers(DEVICE, fused=True).norm_gated(Norm(draw(128, seed=1), EPS), Gate(gate, gate, None, None))
+    found = SkinnyLayers(DEVICE, fused=True).norm_gated(
+        Norm(draw(128, seed=1), EPS), Gate(plain(gate), plain(gate), None, None)
+    )
     assert not torch.equal(found._weight[:columns], gate)
 
 
@@ -145,7 +150,7 @@ def test_split_products_add_up_in_one_pass() -> None:
     assert tiling.splits == 8
     make = SkinnyLayers(DEVICE, fused=True)
     weight = draw(64, 1024)
-    product = make.linear(weight)
+    product = make.linear(plain(weight))
     for seed in (1, 2):  # with the same x, the second could find the first one's result in its memory
         x = draw(4, 1024, seed=seed)
         assert_near(product(x), x.float() @ weight.float().T)

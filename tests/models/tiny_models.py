@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gapless.models.llama import Attend, CausalLM
+from gapless.models.decoder import Attend, CausalLM
 from gapless.models.loader import load_config, load_model
 from gapless.models.rope import Rotation
 from gapless.models.source import resolve

@@ -25,6 +25,7 @@ from gapless.device.base import Device
 from gapless.errors import ConfigError
 from gapless.models.config import ModelConfig
 from gapless.models.source import resolve as find
+from gapless.models.spec import AttentionSpec
 from gapless.runner.attention_choice import Choice, candidates, fastest, make_attention
 from gapless.runner.attention_trials import Trials
 from gapless.runner.kits import KITS
@@ -43,7 +44,9 @@ NUM_HEADS = 4
 
 
 def names(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[str, ...]:
-    return candidates(EngineOptions(**options), SimpleNamespace(head_dim=head_dim), dtype)  # type: ignore[arg-type]
+    specs = [AttentionSpec(NUM_HEADS, 2, head_dim, head_dim**-0.5, None)]
+    config: Any = SimpleNamespace(attention_specs=lambda: specs)
+    return candidates(EngineOptions(**options), config, dtype)
 
 
 def test_candidates_are_those_installed(monkeypatch: pytest.MonkeyPatch) -> None:

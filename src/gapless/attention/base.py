@@ -1,8 +1,8 @@
 """The contract of paged attention: a step's batch, and the function that models call for each layer.
 
-`attend(layer, heads, rotation)` rotates queries and keys, stores k and v of all the step's tokens, then attends. A
-token sees every earlier position of its own row, even if a different request wrote it. Knows block tables and lengths,
-not requests.
+`attend(layer, heads, rotation)` rotates queries and keys, stores k and v of all the step's tokens, then attends as the
+layer's spec says. A token sees the earlier positions of its own row, within its window where the layer has one,
+whichever step wrote them. Knows block tables and lengths, not requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class Rotation(Protocol):
-    """The operations on queries and keys before attention: an optional norm of each head, then rope."""
+    """What is done to queries and keys before they meet: an optional norm of each head, then rope; and the sinks."""
 
     @property
     def cos_sin(self) -> torch.Tensor:
@@ -28,6 +28,10 @@ class Rotation(Protocol):
     @property
     def eps(self) -> float:
         """Of the norm."""
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """[num_heads]: a score of each head that takes part in the softmax and has no value."""
 
     def apply(self, heads: torch.Tensor) -> torch.Tensor:
         """Queries and keys [n, num_heads + num_kv_heads, head_dim], normalized and rotated."""
@@ -71,7 +75,10 @@ class AttentionBatch:
 
 
 class Attention(Protocol):
-    """A backend. `begin` does the work that all layers of a step share."""
+    """A backend. `begin` does once a step what all layers share.
+
+    Each says by a static method `why_not(specs)`, before any memory is taken, what of the layers' specs it cannot do.
+    """
 
     def begin(self, batch: AttentionBatch) -> Attend:
         """The function to call for each layer of this step."""

@@ -7,7 +7,7 @@ Knows how the libraries are called and what they cannot do, but not when they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -17,6 +17,7 @@ import torch
 
 from gapless.attention.base import Attend, AttentionBatch, Rotation
 from gapless.attention.triton import Part, TritonAttention
+from gapless.models.spec import AttentionSpec, Feature, attention_features, lacking
 
 WORKSPACE_BYTES = 128 * 2**20  # for FlashInfer: the size in its documentation
 
@@ -51,8 +52,11 @@ class Library:
     def is_installed(self) -> bool:
         return find_spec(self.module) is not None
 
-    def why_not(self, head_dim: int, block_size: int, dtype: torch.dtype) -> str | None:
-        """Why the library cannot attend over such a cache, or None."""
+    def why_not(self, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> str | None:
+        """Why it cannot attend as the specs say over such a cache, or None."""
+        head_dim = specs[0].head_dim
+        if missing := lacking(attention_features(specs), {Feature.SCALE}):
+            return f"it is not called for {missing}"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"it knows float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
         if head_dim % self.head_step or head_dim > MAX_HEAD_DIM:

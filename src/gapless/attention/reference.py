@@ -1,17 +1,19 @@
 """Paged attention in plain torch: for CPUs without a native step, and the oracle of every other backend.
 
-Gathers a row's blocks into one tensor. Query heads that share a KV head are adjacent, so k and v are never repeated.
-Data that all layers share (gather indices, masks) is computed once a step.
+Does all that a spec can ask for. Gathers a row's blocks into one piece; query heads that share a KV head stand side by
+side, so that k and v are never repeated. What layers share (gather indices, masks) is made once a step and window.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from gapless.attention.base import Attend, AttentionBatch, Rotation, Span
+from gapless.models.spec import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,87 +25,132 @@ class ChunkView:
     mask: torch.Tensor | None  # [count, length] bool; None when plain causal
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeView:
+    """What the decode rows gather, and what they may see of it."""
+
+    blocks: torch.Tensor  # [num_decodes * num_blocks]
+    unseen: torch.Tensor  # [num_decodes, length, 1] bool: past a row's end, or before its window
+    mask: torch.Tensor  # [num_kv_heads * num_decodes, 1, length]: added to the scores
+
+
 class ReferenceAttention:
     """Attention over `pools`, one for each layer: [num_slots, 2 * num_kv_heads, head_dim], k heads before v heads.
 
     Any memory layout works. It is fastest if the slots of a head are adjacent.
     """
 
-    def __init__(self, pools: list[torch.Tensor], block_size: int, num_heads: int, scale: float) -> None:
+    def __init__(self, pools: list[torch.Tensor], block_size: int, specs: Sequence[AttentionSpec]) -> None:
         self._pools = pools
+        self._specs = specs
+        self._windows = list(dict.fromkeys(spec.window for spec in specs))
         self._block_size = block_size
-        self._num_heads = num_heads
-        self._num_kv_heads = pools[0].shape[1] // 2
-        self._scale = scale
+        self._num_heads = specs[0].num_heads
+        self._num_kv_heads = specs[0].num_kv_heads
+
+    @staticmethod
+    def why_not(specs: Sequence[AttentionSpec]) -> str | None:
+        """There is nothing that it cannot do."""
+        return None
 
     def begin(self, batch: AttentionBatch) -> Attend:
         tables = batch.blocks[batch.chunk_rows]
-        views = [self._view(tables[i], span) for i, span in enumerate(batch.chunks)]
-        blocks, unseen, mask = self._decode_view(batch)
+        chunks = {w: [self._view(tables[i], s, w) for i, s in enumerate(batch.chunks)] for w in self._windows}
+        decodes = {w: self._decode_view(batch, w) for w in self._windows}
         num_rotated = self._num_heads + self._num_kv_heads
 
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-            pool = self._pools[layer]
+            pool, spec = self._pools[layer], self._specs[layer]
             qk = rotation.apply(heads[:, :num_rotated])
             q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
             pool.index_copy_(0, batch.slots, torch.cat((k, heads[:, num_rotated:]), dim=1).to(pool.dtype))
-            parts = [self._attend_chunk(pool, q, view) for view in views]
+            parts = [self._attend_chunk(pool, q, spec, view, rotation.sinks) for view in chunks[spec.window]]
             if batch.num_decodes:
-                parts.insert(0, self._attend_decodes(pool, q[: batch.num_decodes], blocks, unseen, mask))
+                view = decodes[spec.window]
+                parts.insert(0, self._attend_decodes(pool, q[: batch.num_decodes], spec, view, rotation.sinks))
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
             return out.to(q.dtype)
 
         return attend
 
-    def _view(self, table: torch.Tensor, span: Span) -> ChunkView:
+    def _view(self, table: torch.Tensor, span: Span, window: int | None) -> ChunkView:
         size, length = self._block_size, span.length
         num_blocks = -(-length // size)
         within = torch.arange(size, device=table.device)
         index = (table[:num_blocks, None] * size + within).view(-1)[:length]
-        if span.start == 0:
+        if span.start == 0 and (window is None or window >= length):
             return ChunkView(span, index, None)
         seen = torch.arange(length, device=table.device)
-        last = torch.arange(span.start, length, device=table.device)
-        return ChunkView(span, index, seen[None, :] <= last[:, None])
+        last = torch.arange(span.start, length, device=table.device)[:, None]
+        mask = seen <= last
+        return ChunkView(span, index, mask if window is None else mask & (seen > last - window))
 
-    def _decode_view(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Blocks to gather, the mask of positions past a row's end [num_decodes, length, 1], and the addition to the
-        scores [num_kv_heads * num_decodes, 1, length].
-        """
+    def _decode_view(self, batch: AttentionBatch, window: int | None) -> DecodeView:
         size = self._block_size
         num_blocks = -(-batch.max_decode_length // size)
         lengths = batch.decode_lengths[:, None]
         first = torch.arange(num_blocks, device=lengths.device) * size
         last_block = len(self._pools[0]) // size - 1  # padding: positions past a row's end belong to no row
         blocks = torch.where(first < lengths, batch.blocks[batch.decode_rows, :num_blocks], last_block)
-        seen = torch.arange(num_blocks * size, device=lengths.device) < lengths
+        places = torch.arange(num_blocks * size, device=lengths.device)
+        seen = places < lengths
+        if window is not None:
+            seen &= places >= lengths - window
         mask = torch.zeros(seen.shape, dtype=self._pools[0].dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-        return blocks.view(-1), ~seen[:, :, None], mask.repeat(self._num_kv_heads, 1)[:, None]
+        return DecodeView(blocks.view(-1), ~seen[:, :, None], mask.repeat(self._num_kv_heads, 1)[:, None])
 
     def _attend_decodes(
-        self, pool: torch.Tensor, q: torch.Tensor, blocks: torch.Tensor, unseen: torch.Tensor, mask: torch.Tensor
+        self, pool: torch.Tensor, q: torch.Tensor, spec: AttentionSpec, view: DecodeView, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Two batched products, one batch entry for each KV head of each row."""
         num_rows, head_dim = q.shape[0], q.shape[-1]
-        num_kv_heads, length = self._num_kv_heads, mask.shape[-1]
+        num_kv_heads, length = self._num_kv_heads, view.mask.shape[-1]
         by_head = pool.transpose(0, 1)  # [2 * num_kv_heads, num_slots, head_dim]
-        kv = by_head.view(2 * num_kv_heads, -1, self._block_size, head_dim).index_select(1, blocks)
-        kv.view(2 * num_kv_heads, num_rows, length, head_dim).masked_fill_(unseen, 0)  # stale: NaN times 0 is NaN
+        kv = by_head.view(2 * num_kv_heads, -1, self._block_size, head_dim).index_select(1, view.blocks)
+        kv.view(2 * num_kv_heads, num_rows, length, head_dim).masked_fill_(view.unseen, 0)  # stale: NaN times 0 is NaN
         k, v = kv.view(2, num_kv_heads * num_rows, length, head_dim).unbind(0)
         grouped = q.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).to(pool.dtype)
         grouped = grouped.reshape(num_kv_heads * num_rows, -1, head_dim)
-        scores = torch.baddbmm(mask, grouped, k.transpose(1, 2), alpha=self._scale)
-        out = torch.bmm(scores.softmax(dim=-1), v)
+        if is_plain(spec):
+            weights = torch.baddbmm(view.mask, grouped, k.transpose(1, 2), alpha=spec.scale).softmax(dim=-1)
+        else:
+            by_group = None if sinks is None else sinks.view(num_kv_heads, -1, 1).repeat_interleave(num_rows, 0)
+            weights = softmax(grouped @ k.transpose(1, 2), spec, view.mask, by_group)
+        out = torch.bmm(weights, v)
         return out.view(num_kv_heads, num_rows, -1, head_dim).transpose(0, 1).reshape(num_rows, -1)
 
-    def _attend_chunk(self, pool: torch.Tensor, q: torch.Tensor, view: ChunkView) -> torch.Tensor:
+    def _attend_chunk(
+        self, pool: torch.Tensor, q: torch.Tensor, spec: AttentionSpec, view: ChunkView, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         offset, count = view.span.offset, view.span.count
         head_dim = q.shape[-1]
         kv = pool.index_select(0, view.index).view(-1, 2, self._num_kv_heads, 1, head_dim)
         k, v = kv.permute(1, 2, 3, 0, 4).expand(-1, -1, self._num_heads // self._num_kv_heads, -1, -1).unbind(0)
         grouped = q[offset : offset + count].view(count, self._num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        causal = view.mask is None
-        out = scaled_dot_product_attention(
-            grouped.to(pool.dtype), k, v, attn_mask=view.mask, is_causal=causal, scale=self._scale
-        )
+        grouped = grouped.to(pool.dtype)
+        if is_plain(spec):
+            causal = view.mask is None
+            out = scaled_dot_product_attention(grouped, k, v, view.mask, is_causal=causal, scale=spec.scale)
+        else:
+            seen = torch.ones(count, count, device=q.device).tril().bool() if view.mask is None else view.mask
+            mask = torch.zeros(seen.shape, dtype=pool.dtype, device=q.device).masked_fill_(~seen, -torch.inf)
+            by_group = None if sinks is None else sinks.view(self._num_kv_heads, -1, 1, 1)
+            out = softmax(grouped @ k.transpose(2, 3), spec, mask, by_group) @ v
         return out.permute(2, 0, 1, 3).reshape(count, -1)
+
+
+def is_plain(spec: AttentionSpec) -> bool:
+    """Whether scores go into the softmax as they are."""
+    return spec.soft_cap is None and not spec.sinks
+
+
+def softmax(scores: torch.Tensor, spec: AttentionSpec, mask: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Weights of unscaled scores [..., length]. The mask is added; sinks [..., 1] take a share that goes nowhere."""
+    scores = scores * spec.scale
+    if spec.soft_cap is not None:
+        scores = (scores / spec.soft_cap).tanh() * spec.soft_cap
+    scores = scores + mask
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]

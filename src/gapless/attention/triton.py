@@ -16,6 +16,7 @@ import triton
 from gapless.attention.base import Attend, AttentionBatch, Rotation
 from gapless.kernels.attention import decode, prefill, rotate_and_store
 from gapless.kernels.launch import pdl
+from gapless.models.spec import AttentionSpec, Feature, attention_features, lacking
 
 HEADS_A_PROGRAM = 8  # of the rotation kernel
 MANY_SPLITS, MAX_SPLITS = 8, 16
@@ -86,6 +87,12 @@ class TritonAttention:
         self._num_cores = num_cores
         self._precision = "ieee" if pools[0].dtype == torch.float32 else "tf32"
         self._scratch = self._make_scratch(num_rows)
+
+    @staticmethod
+    def why_not(specs: Sequence[AttentionSpec]) -> str | None:
+        """Why the kernels cannot attend as the specs say, or None. They take one scale for all layers."""
+        missing = lacking(attention_features(specs), {Feature.SCALE})
+        return None if missing is None else f"the attention kernels have no {missing}"
 
     def _make_scratch(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Partial results, their statistics, and counters of finished parts. Only the compute stream uses them."""

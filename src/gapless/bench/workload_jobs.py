@@ -96,14 +96,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def weight_bytes(shape: str) -> int:
-    """Bytes of the weights that a step reads in full; it reads only a few rows of an untied embedding."""
-    from gapless.models.config import ModelConfig
-    from gapless.models.llama import weight_shapes
+    """Bytes of the weights that a step reads whole; of an untied embedding it reads a few rows only."""
+    from gapless.models.registry import hf_config
+    from gapless.models.shapes import weight_shapes
 
-    config = ModelConfig.from_hf(SHAPES[shape], None)
+    config = hf_config(SHAPES[shape], None)
     sizes = {name: prod(size) for name, size in weight_shapes(config).items()}
     if not config.tie_embeddings:
-        del sizes["model.embed_tokens.weight"]
+        del sizes[f"{config.names.embedding}.weight"]
     return BYTES_A_NUMBER * sum(sizes.values())
 
 

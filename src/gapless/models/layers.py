@@ -10,10 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gapless.models.linear import GatedLinear, Linear, make_gated, make_linear
+from gapless.models.config import ModelConfig
+from gapless.models.spec import Feature, lacking
+from gapless.models.weight import GatedLinear, Linear, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +29,33 @@ class Hidden:
 
 
 class Layers(Protocol):
-    """Makes the parts. Weights are [out, in], biases [out] or None; a norm is its weight [in] and its epsilon."""
+    """Makes the parts. Weights are [out, in], biases [out] or None."""
 
-    def embed(self, table: Tensor) -> Callable[[Tensor], Hidden]:
-        """Token ids [n] -> their rows of the table."""
+    @staticmethod
+    def why_not(config: ModelConfig) -> str | None:
+        """Why these parts do not make up the model; None where they do. Asked before any weight is read."""
+
+    def embed(self, table: Weight, scale: float = 1.0) -> Callable[[Tensor], Hidden]:
+        """Token ids [n] -> their rows of the table, times the scale."""
 
     def norm(self, norm: Norm) -> Callable[[Hidden], Tensor]:
         """The stream, normalized."""
 
-    def norm_linear(self, norm: Norm, weight: Tensor, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
-        """The normalized stream's product."""
+    def norm_linear(self, norm: Norm | None, weight: Weight, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
+        """The product of the stream, normalized where there is a norm."""
 
-    def norm_gated(self, norm: Norm, gate: Gate) -> Callable[[Hidden], Tensor]:
-        """silu(gate) * up of the normalized stream."""
+    def norm_gated(self, norm: Norm | None, gate: Gate) -> Callable[[Hidden], Tensor]:
+        """activation(gate) * up of the stream, normalized where there is a norm."""
 
-    def add_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Hidden], Hidden]:
-        """The product of the first, added to the stream, whose old values are no longer used."""
+    def add_linear(
+        self, weight: Weight, bias: Tensor | None, norm: Norm | None = None
+    ) -> Callable[[Tensor, Hidden], Hidden]:
+        """The product of the first, normalized where there is a norm, added to the stream.
 
-    def linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        The stream's old values are no longer used.
+        """
+
+    def linear(self, weight: Weight) -> Callable[[Tensor], Tensor]:
         """A product alone; on a GPU its sums stay as they are, float32."""
 
 
@@ -59,33 +71,52 @@ class Norm:
 class Gate:
     """The two products of a gated layer."""
 
-    gate: Tensor
-    up: Tensor
+    gate: Weight
+    up: Weight
     gate_bias: Tensor | None
     up_bias: Tensor | None
+    activation: str = "silu"
 
 
 class PlainLayers:
-    """Products from `linear`, prepacked where that pays; norms from torch."""
+    """Products of the weights' schemes; norms from torch."""
 
-    def embed(self, table: Tensor) -> Callable[[Tensor], Hidden]:
-        return lambda token_ids: Hidden(F.embedding(token_ids, table))
+    @staticmethod
+    def why_not(config: ModelConfig) -> str | None:
+        missing = lacking(config.features(), set(Feature) - {Feature.LAYER_NORM, Feature.PLAIN_MLP, Feature.EXPERTS})
+        return None if missing is None else f"its layers have no {missing}"
+
+    def embed(self, table: Weight, scale: float = 1.0) -> Callable[[Tensor], Hidden]:
+        rows = table.dense()
+        if scale == 1.0:
+            return lambda token_ids: Hidden(F.embedding(token_ids, rows))
+        factor = torch.tensor(scale, dtype=rows.dtype, device=rows.device)  # rounded as the model was trained
+        return lambda token_ids: Hidden(F.embedding(token_ids, rows) * factor)
 
     def norm(self, norm: Norm) -> Callable[[Hidden], Tensor]:
         return lambda hidden: rms_norm(hidden.values, norm)
 
-    def norm_linear(self, norm: Norm, weight: Tensor, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
-        return PlainNormed(norm, make_linear(weight, bias))
+    def norm_linear(self, norm: Norm | None, weight: Weight, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
+        return _after_norm(norm, weight.scheme.linear(weight, bias))
 
-    def norm_gated(self, norm: Norm, gate: Gate) -> Callable[[Hidden], Tensor]:
-        return PlainNormed(norm, make_gated(gate.gate, gate.up, gate.gate_bias, gate.up_bias))
+    def norm_gated(self, norm: Norm | None, gate: Gate) -> Callable[[Hidden], Tensor]:
+        biases = gate.gate_bias, gate.up_bias
+        return _after_norm(norm, gate.gate.scheme.gated(gate.gate, gate.up, biases, gate.activation))
 
-    def add_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Hidden], Hidden]:
-        product = make_linear(weight, bias)
-        return lambda x, hidden: Hidden(product.add(x, hidden.values))
+    def add_linear(
+        self, weight: Weight, bias: Tensor | None, norm: Norm | None = None
+    ) -> Callable[[Tensor, Hidden], Hidden]:
+        product = weight.scheme.linear(weight, bias)
+        if norm is None:
+            return lambda x, hidden: Hidden(product.add(x, hidden.values))
+        return lambda x, hidden: Hidden(rms_norm(product(x), norm).add_(hidden.values))
 
-    def linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
-        return make_linear(weight)
+    def linear(self, weight: Weight) -> Callable[[Tensor], Tensor]:
+        return weight.scheme.linear(weight, None)
+
+
+def _after_norm(norm: Norm | None, product: Linear | GatedLinear) -> Callable[[Hidden], Tensor]:
+    return PlainNormed(norm, product) if norm is not None else lambda hidden: product(hidden.values)
 
 
 PLAIN: Layers = PlainLayers()

@@ -1,36 +1,45 @@
-"""Matrix products with fixed weights: plain ones, and ones prepacked by oneDNN for the CPU.
+"""The plain scheme: products with weights as they are, and with weights prepacked by oneDNN for the CPU.
 
-Owns the choice between the two, by device type and dtype. On the CPU the residual add, SiLU and the gate's product
-are fused into the packed products as oneDNN post-ops. Knows nothing of layers.
+Owns the choice between the two, by device type and dtype. On the CPU the residual add, the activation and the gate's
+product are fused into the packed products as oneDNN post-ops. Knows nothing of layers.
 """
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gapless.models.weight import GateBiases, GatedLinear, Linear, Weight
+
 _PACK_ROWS = 16  # only a hint: with it, 1 row and 2048 rows are as fast as when packed for them
 
 
-class Linear(Protocol):
-    def __call__(self, x: Tensor) -> Tensor: ...  # [n, in] -> [n, out]
+class PlainScheme:
+    """Weights as tensors of the model's dtype."""
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor: ...  # [n, in], [n, out] -> [n, out], a new tensor
+    name = "plain"
+
+    def dense(self, weight: Weight) -> Tensor:
+        return weight.data
+
+    def stacked(self, weights: Sequence[Weight]) -> Weight:
+        return plain(torch.cat([weight.data for weight in weights]))
+
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        """A packed product keeps no reference to the weight."""
+        return _LINEARS.get(_key(weight.data), PlainLinear)(weight.data, bias)
+
+    def gated(self, gate: Weight, up: Weight, biases: GateBiases, activation: str) -> GatedLinear:
+        return _GATED.get(_key(gate.data), PlainGated)(gate.data, up.data, *biases, activation)
 
 
-class GatedLinear(Protocol):
-    def __call__(self, x: Tensor) -> Tensor: ...  # [n, in] -> [n, out]: silu(gate(x)) * up(x)
+PLAIN_SCHEME = PlainScheme()
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """weight [out, in], bias [out]; a packed product keeps no reference to weight."""
-    return _LINEARS.get(_key(weight), PlainLinear)(weight, bias)
-
-
-def make_gated(gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None) -> GatedLinear:
-    """gate and up [out, in]."""
-    return _GATED.get(_key(gate), PlainGated)(gate, up, gate_bias, up_bias)
+def plain(data: Tensor) -> Weight:
+    return Weight(data, PLAIN_SCHEME)
 
 
 class PlainLinear:
@@ -49,15 +58,18 @@ class PlainLinear:
 class PlainGated:
     """gate and up as one product."""
 
-    __slots__ = ("both",)
+    __slots__ = ("activate", "both")
 
-    def __init__(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> None:
+    def __init__(
+        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, activation: str
+    ) -> None:
+        self.activate = _ACTIVATIONS[activation]
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
         self.both = PlainLinear(torch.cat((gate, up)), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.both(x).chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return self.activate(gate).mul_(up)
 
 
 class PackedLinear:
@@ -77,15 +89,18 @@ class PackedLinear:
 
 
 class PackedGated:
-    """Two products: the first ends in SiLU, the second in the multiplication by the first."""
+    """Two products: the first ends in the activation, the second in the multiplication by the first."""
 
-    __slots__ = ("gate", "up")
+    __slots__ = ("algorithm", "gate", "post_op", "up")
 
-    def __init__(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> None:
+    def __init__(
+        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, activation: str
+    ) -> None:
         self.gate, self.up = PackedLinear(gate, gate_bias), PackedLinear(up, up_bias)
+        self.post_op, self.algorithm = _POST_OPS[activation]
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate = _product(x, self.gate.packed, self.gate.bias, "swish", [], "")
+        gate = _product(x, self.gate.packed, self.gate.bias, self.post_op, [], self.algorithm)
         gated: Tensor = _product_with(x, gate, self.up.packed, self.up.bias, "mul")
         return gated
 
@@ -100,6 +115,8 @@ def _packable_dtypes() -> list[torch.dtype]:
     return [torch.float32, *([torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
 
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+_POST_OPS = {"silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}  # of oneDNN, and their algorithm
 _PACKABLE = [("cpu", dtype) for dtype in _packable_dtypes()]
 _LINEARS: dict[tuple[str, torch.dtype], type[PackedLinear]] = dict.fromkeys(_PACKABLE, PackedLinear)
 _GATED: dict[tuple[str, torch.dtype], type[PackedGated]] = dict.fromkeys(_PACKABLE, PackedGated)

@@ -1,6 +1,6 @@
 """From a model source to a model in memory: the config, then the weights, each checked before it is read.
 
-Owns the order of loading. Knows no file format (`weights`, `config`) and no layer (`llama`).
+Owns the order of loading. Knows no file format (`weights`), no family (`registry`) and no layer (`decoder`).
 """
 
 import logging
@@ -12,11 +12,15 @@ from torch import Tensor
 
 from gapless.errors import ConfigError, CorruptModel
 from gapless.models.config import ModelConfig
+from gapless.models.decoder import CausalLM, ReadWeight
 from gapless.models.files import read_object
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.layers import PLAIN, Layers
-from gapless.models.llama import CausalLM, ReadWeight, weight_shapes
+from gapless.models.linear import plain
+from gapless.models.registry import family_of, gguf_config, hf_config
+from gapless.models.shapes import weight_shapes
 from gapless.models.source import ModelSource
+from gapless.models.weight import Weight
 from gapless.models.weights import DummyWeights, GGUFWeights, SafetensorsWeights, Shapes, Weights
 
 logger = logging.getLogger(__name__)
@@ -29,9 +33,9 @@ _CHECKED_AT_ONCE = 2**24
 
 def load_config(source: ModelSource) -> ModelConfig:
     if source.kind == "gguf":
-        return ModelConfig.from_gguf(GGUFFile(source.path))
+        return gguf_config(GGUFFile(source.path))
     generation = read_object(source.path / "generation_config.json", optional=True)
-    return ModelConfig.from_hf(read_object(source.path / "config.json"), generation)
+    return hf_config(read_object(source.path / "config.json"), generation)
 
 
 def load_model(
@@ -83,7 +87,8 @@ def _open_source(
     if load_format == "dummy":
         return DummyWeights(expected, dtype, device, seed)
     if source.kind == "gguf":
-        return GGUFWeights(GGUFFile(source.path), config.num_heads, config.num_kv_heads)
+        form = family_of(config).gguf
+        return GGUFWeights(GGUFFile(source.path), config, has_pairs=form is not None and form.has_pairs)
     return SafetensorsWeights(source.path)
 
 
@@ -120,7 +125,7 @@ class _Reader:
         self._checks = checks
         self._sums: dict[str, Tensor] = {}  # [] on the device; finite only if every value is
 
-    def __call__(self, name: str) -> Tensor:
+    def __call__(self, name: str) -> Weight:
         tensor = self._weights.read(name).to(device=self._device, dtype=self._dtype)
         self._num_read += 1
         if self._checks:
@@ -129,7 +134,7 @@ class _Reader:
                 self._check_values()
         if self._progress is not None:
             self._progress(self._num_read, self._num_total)
-        return tensor
+        return plain(tensor)
 
     def _check_values(self) -> None:
         """Refuse NaN and infinite weights. A sum may overflow, so whatever it points at is looked at again."""

@@ -1,7 +1,7 @@
 """Rotary position embedding: the frequencies of each kind, the table of cosines and sines, and the rotation.
 
 Knows the conventions of transformers (a head is rotated in halves) and matches it to float32 precision.
-Kinds whose frequencies depend on the length of the sequence are refused by `config`: keys in the cache stay as rotated.
+Kinds whose frequencies depend on the length of the sequence are refused by `rope_config`: keys stay as rotated.
 """
 
 from collections.abc import Callable
@@ -79,11 +79,14 @@ class RotaryTable:
     __slots__ = ("table",)
 
     def __init__(
-        self, rope: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
+        self, rope: RopeConfig | None, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Without a rope no position turns anything."""
         positions = torch.arange(max_positions, dtype=torch.float32)
-        angles = torch.outer(positions, inverse_frequencies(rope, head_dim))  # [max_positions, head_dim / 2] float32
-        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        inverse = torch.zeros(head_dim // 2) if rope is None else inverse_frequencies(rope, head_dim)
+        angles = torch.outer(positions, inverse)  # [max_positions, head_dim / 2] float32
+        factor = 1.0 if rope is None else rope.attention_factor
+        cos, sin = angles.cos() * factor, angles.sin() * factor
         rows = torch.cat((cos, cos, -sin, sin), dim=-1).view(max_positions, 2, head_dim)
         self.table = rows.to(device=device, dtype=dtype)
 
@@ -99,14 +102,18 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 class Rotation:
-    """What one layer does to queries and keys before they meet: an optional norm of each head, then rope."""
+    """What one layer does to queries and keys before they meet: an optional norm of each head, then rope.
 
-    __slots__ = ("cos_sin", "eps", "norm_weight")
+    Carries the layer's sinks too, where it has them.
+    """
 
-    def __init__(self, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> None:
+    __slots__ = ("cos_sin", "eps", "norm_weight", "sinks")
+
+    def __init__(self, cos_sin: Tensor, norm_weight: Tensor | None, eps: float, sinks: Tensor | None = None) -> None:
         self.cos_sin = cos_sin  # [n, 2, head_dim]
         self.norm_weight = norm_weight  # [num_heads + num_kv_heads, head_dim]
         self.eps = eps
+        self.sinks = sinks  # [num_heads]
 
     def apply(self, heads: Tensor) -> Tensor:
         """Queries and keys [n, num_heads + num_kv_heads, head_dim], normalized and rotated."""

@@ -18,7 +18,10 @@ from gapless.kernels.cublas import library_product
 from gapless.kernels.fused import rms_norm, silu_mul
 from gapless.kernels.products import Workspace, embed, product, tiling_for
 from gapless.kernels.tilings import MAX_ROWS
+from gapless.models.config import ModelConfig
 from gapless.models.layers import Gate, Hidden, Norm
+from gapless.models.spec import Feature, lacking
+from gapless.models.weight import Weight
 
 
 class Product(Protocol):
@@ -37,34 +40,50 @@ class SkinnyLayers:
         self._plain = plain
         self._workspace = Workspace(device)
 
-    def embed(self, table: Tensor) -> Callable[[Tensor], Hidden]:
+    @staticmethod
+    def why_not(config: ModelConfig) -> str | None:
+        """Why these parts do not make up the model, or None."""
+        missing = lacking(config.features(), {Feature.MIXED_ROPES, Feature.MIXED_SIZES, Feature.LOGIT_CAP})
+        return None if missing is None else f"its layers have no {missing}"
+
+    def embed(self, table: Weight, scale: float = 1.0) -> Callable[[Tensor], Hidden]:
+        assert scale == 1.0
+        rows = table.dense()
+
         def apply(token_ids: Tensor) -> Hidden:
             if self._fused and len(token_ids) <= MAX_ROWS:
-                return Hidden(embed(token_ids, table, self._workspace), num_squares=1)
-            return Hidden(F.embedding(token_ids, table))
+                return Hidden(embed(token_ids, rows, self._workspace), num_squares=1)
+            return Hidden(F.embedding(token_ids, rows))
 
         return apply
 
     def norm(self, norm: Norm) -> Callable[[Hidden], Tensor]:
         return lambda hidden: rms_norm(hidden.values, norm.weight, norm.eps, hidden.addend)
 
-    def norm_linear(self, norm: Norm, weight: Tensor, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
-        return SkinnyNormed(norm, weight, bias, self._workspace, self._plain, fused=self._fused)
+    def norm_linear(self, norm: Norm | None, weight: Weight, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
+        assert norm is not None
+        return SkinnyNormed(norm, weight.dense(), bias, self._workspace, self._plain, fused=self._fused)
 
-    def norm_gated(self, norm: Norm, gate: Gate) -> Callable[[Hidden], Tensor]:
+    def norm_gated(self, norm: Norm | None, gate: Gate) -> Callable[[Hidden], Tensor]:
+        assert norm is not None
         bias = None if gate.gate_bias is None or gate.up_bias is None else torch.cat((gate.gate_bias, gate.up_bias))
-        both = torch.cat((gate.gate, gate.up))
+        both = torch.cat((gate.gate.dense(), gate.up.dense()))
         return SkinnyNormed(norm, both, bias, self._workspace, self._plain, fused=self._fused, gated=True)
 
-    def add_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Hidden], Hidden]:
-        return SkinnyAdded(weight, bias, self._workspace, self._plain, fused=self._fused)
+    def add_linear(
+        self, weight: Weight, bias: Tensor | None, norm: Norm | None = None
+    ) -> Callable[[Tensor, Hidden], Hidden]:
+        assert norm is None
+        return SkinnyAdded(weight.dense(), bias, self._workspace, self._plain, fused=self._fused)
 
-    def linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+    def linear(self, weight: Weight) -> Callable[[Tensor], Tensor]:
+        data = weight.dense()
+
         def apply(x: Tensor) -> Tensor:
-            tiling = tiling_for(len(x), *weight.shape) if self._fused else None
+            tiling = tiling_for(len(x), *data.shape) if self._fused else None
             if tiling is None:
-                return self._plain(x, weight, dtype=torch.float32)
-            return product(x, weight, self._workspace, tiling, dtype=torch.float32)
+                return self._plain(x, data, dtype=torch.float32)
+            return product(x, data, self._workspace, tiling, dtype=torch.float32)
 
         return apply
 

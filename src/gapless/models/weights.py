@@ -1,10 +1,9 @@
 """Where weights come from: a safetensors directory, a GGUF file, or a random generator.
 
-Each source lists shapes by Hugging Face name without reading data, and reads one tensor at a time.
+Each source lists shapes by the family's name without reading data, and reads one tensor at a time.
 Knows the file layouts and how GGUF orders the rows of a head; knows nothing of what a model does with a weight.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,15 +14,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gapless.errors import CorruptModel, UnsupportedModel
+from gapless.models.config import ModelConfig
 from gapless.models.files import check_regular, is_there, read_object, shown
 from gapless.models.gguf_file import GGUFFile
+from gapless.models.names import name_from_gguf
 
 Shapes = Mapping[str, tuple[int, ...]]
 _DUMMY_SCALE = 0.02
 
 
 class Weights(Protocol):
-    shapes: Shapes  # by Hugging Face name
+    shapes: Shapes  # by the family's name
 
     def read(self, name: str) -> Tensor:
         """The tensor in the dtype it is stored in, or float32 where that is not a torch dtype."""
@@ -102,18 +103,18 @@ def _index_files(index: Path) -> list[str]:
 
 
 class GGUFWeights:
-    """Tensors under their Hugging Face names; q and k of the llama architecture get back their row order."""
+    """Tensors under the names of their family; has_pairs: rows of q and k get back their order."""
 
-    def __init__(self, file: GGUFFile, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(self, file: GGUFFile, config: ModelConfig, *, has_pairs: bool) -> None:
+        names = config.names
         self._file = file
-        self._gguf_names = {hf: name for name in file.tensors if (hf := _hf_name(name)) is not None}
-        is_llama = file.metadata.get("general.architecture") == "llama"
-        self._permuted_heads = {"q_proj": num_heads, "k_proj": num_kv_heads} if is_llama else {}
-        self.shapes: Shapes = {hf: file.tensors[name].shape for hf, name in self._gguf_names.items()}
+        self._gguf_names = {ours: name for name in file.tensors if (ours := name_from_gguf(name, names)) is not None}
+        self._heads_in_pairs = {names.q: config.num_heads, names.k: config.num_kv_heads} if has_pairs else {}
+        self.shapes: Shapes = {ours: file.tensors[name].shape for ours, name in self._gguf_names.items()}
 
     def read(self, name: str) -> Tensor:
         tensor = torch.from_numpy(self._file.load(self._gguf_names[name]))
-        num_heads = self._permuted_heads.get(name.split(".")[-2])
+        num_heads = next((count for part, count in self._heads_in_pairs.items() if f".{part}." in name), None)
         return tensor if num_heads is None else _halves_from_pairs(tensor, num_heads)
 
     def origin(self, name: str) -> str:
@@ -124,34 +125,6 @@ def _halves_from_pairs(tensor: Tensor, num_heads: int) -> Tensor:
     """llama.cpp rotates neighbouring rows of a head together, transformers rows half a head apart."""
     pairs = tensor.view(num_heads, -1, 2, *tensor.shape[1:])  # [heads, head_dim / 2, 2, ...]
     return pairs.transpose(1, 2).reshape(tensor.shape)
-
-
-_GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_GGUF_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GGUF_PATTERN = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-
-
-def _hf_name(gguf_name: str) -> str | None:
-    match = _GGUF_PATTERN.fullmatch(gguf_name)
-    if match is None:
-        return None
-    layer, part, kind = match.groups()
-    name = (_GGUF_NAMES if layer is None else _GGUF_LAYER_NAMES).get(part)
-    if name is None:
-        return None
-    return f"{name}.{kind}" if layer is None else f"model.layers.{layer}.{name}.{kind}"
 
 
 class DummyWeights:

@@ -20,7 +20,7 @@ from gapless.device.base import Device
 from gapless.device.checker import CheckedDevice
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.models.config import ModelConfig
-from gapless.models.llama import CausalLM
+from gapless.models.decoder import CausalLM
 from gapless.models.source import ModelSource
 from gapless.pipeline.executor import StepRunner
 from gapless.runner.build import assemble, load

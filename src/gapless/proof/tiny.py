@@ -14,8 +14,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from gapless.errors import ConfigError
-from gapless.models.config import ModelConfig
-from gapless.models.llama import CausalLM, weight_shapes
+from gapless.models import registry
+from gapless.models.decoder import CausalLM
+from gapless.models.linear import plain
+from gapless.models.shapes import weight_shapes
+from gapless.models.weight import Weight
 from gapless.proof.stage import LONE_BLOCK_SIZE, ModelStage, Room
 from gapless.runner.native import NativeModel
 from gapless.runner.resolve import Resolved
@@ -27,11 +30,15 @@ VOCAB_SIZE = 97
 SPREAD = 0.2
 ROOM = Room(num_rows=8, num_places=512, max_batch_tokens=96, max_model_len=96)
 
+_CHANGES: dict[str, dict[str, Any]] = {  # what is not as in `raw_config`, so that families differ in shape too
+    "mistral": {"num_key_value_heads": 1},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 12, "num_hidden_layers": 3},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 1},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 12, "num_hidden_layers": 3},
+    family.model_type: {"architectures": [family.architecture], "model_type": family.model_type}
+    | _CHANGES.get(family.model_type, {})
+    for family in registry.FAMILIES
 }
 
 
@@ -45,13 +52,13 @@ def named_stage(name: str) -> ModelStage:
 
 def tiny_stage(family: str, seed: int = 0, *, native: bool = False) -> ModelStage:
     """A stage with a random model of the family."""
-    config = ModelConfig.from_hf(raw_config(**FAMILIES[family]))
+    config = registry.hf_config(raw_config(**FAMILIES[family]))
     shapes = weight_shapes(config)
 
-    def read(name: str) -> torch.Tensor:
+    def read(name: str) -> Weight:
         generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
         mean = 1.0 if name.endswith("norm.weight") else 0.0
-        return torch.empty(shapes[name]).normal_(mean, SPREAD, generator=generator)
+        return plain(torch.empty(shapes[name]).normal_(mean, SPREAD, generator=generator))
 
     with torch.inference_mode():
         model = NativeModel(config, read) if native else CausalLM(config, read)

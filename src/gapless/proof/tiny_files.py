@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from gapless.models.config import ModelConfig
-from gapless.models.llama import weight_shapes
+from gapless.models.registry import hf_config
+from gapless.models.shapes import weight_shapes
 from gapless.proof.tiny import FAMILIES, SPREAD, VOCAB_SIZE, raw_config
 
 KINDS = ("folder", "shards", "gguf")
@@ -50,7 +50,7 @@ def write_folder(folder: Path, dice: random.Random, *, sharded: bool) -> None:
     )
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     dice.choice((_words, _byte_level, _pieces))().save(str(folder / "tokenizer.json"))
-    _write_weights(folder, weight_shapes(ModelConfig.from_hf(raw)), sharded=sharded)
+    _write_weights(folder, weight_shapes(hf_config(raw)), sharded=sharded)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

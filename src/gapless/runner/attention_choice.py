@@ -67,7 +67,7 @@ def _why_not(name: str, options: EngineOptions, config: ModelConfig, dtype: torc
         return f"{library.package} is not installed (no module {library.module})"
     if options.batch_invariant:
         return "batch_invariant needs our own kernels"
-    return library.why_not(config.head_dim, options.block_size, dtype)
+    return library.why_not(config.attention_specs(), options.block_size, dtype)
 
 
 def make_attention(

@@ -21,8 +21,9 @@ from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device
 from gapless.errors import CapacityError
 from gapless.models.config import ModelConfig
-from gapless.models.llama import ReadWeight
+from gapless.models.decoder import ReadWeight
 from gapless.models.rope import RotaryTable
+from gapless.models.spec import LayerSpec, attention_features, lacking
 from gapless.native import library as native
 from gapless.runner.fill import Filled, Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
@@ -41,11 +42,12 @@ NO_MEMORY = 4  # step.cpp has the same numbers
 _PART = {name: index for index, name in enumerate(native.PARTS)}
 
 
-def why_not(dtype: torch.dtype) -> str | None:
-    """Why steps with weights of this type cannot be native; None where they can."""
+def why_not(dtype: torch.dtype, model: ModelConfig | None = None) -> str | None:
+    """Why steps with weights of this type, and of this model, cannot be native; None where they can."""
     if dtype not in DTYPES:
         return f"{str(dtype).removeprefix('torch.')} weights"
-    return native.why_unavailable()
+    missing = None if model is None else lacking((*attention_features(model.attention_specs()), *model.features()), ())
+    return native.why_unavailable() if missing is None else str(missing)
 
 
 class NativeModel:
@@ -56,45 +58,49 @@ class NativeModel:
         self.config = config
         self._read = read
         self._library = native.load_library()
-        table = read("model.embed_tokens.weight")
+        table = read(f"{config.names.embedding}.weight").dense()
         self.handle = self._library.gapless_model(_shape(config), table.dtype == torch.bfloat16)
         if not self.handle:
             raise CapacityError("no memory for the weights")
         weakref.finalize(self, self._library.gapless_drop_model, self.handle).atexit = False
         self._set_ends(table)
-        for layer in range(config.num_layers):
-            self._set_layer(layer, f"model.layers.{layer}.")
+        for layer, spec in enumerate(config.layers):
+            self._set_layer(layer, spec)
         del self._read
-        positions = max_positions or config.max_position_embeddings
-        self.rotary = RotaryTable(config.rope, config.head_dim, positions, torch.float32, torch.device("cpu")).table
+        positions, rope = max_positions or config.max_position_embeddings, config.layers[0].attention.rope
+        self.rotary = RotaryTable(rope, config.head_dim, positions, torch.float32, torch.device("cpu")).table
 
     def _set_ends(self, table: Tensor) -> None:
         if self.config.tie_embeddings:
             self._set_matrix("HEAD", 0, table)
         else:
             self._set_matrix("EMBEDDING", 0, table)
-            self._set_matrix("HEAD", 0, self._read("lm_head.weight"))
-        self._set_vector("LAST_NORM", 0, self._read("model.norm.weight"))
+            self._set_matrix("HEAD", 0, self._read(f"{self.config.names.head}.weight").dense())
+        weight = self._read(f"{self.config.names.last_norm}.weight").dense()
+        self._set_vector("LAST_NORM", 0, weight.float() + self.config.last_norm.offset)
 
-    def _set_layer(self, layer: int, prefix: str) -> None:
-        config, attention, mlp = self.config, f"{prefix}self_attn.", f"{prefix}mlp."
-        self._set_vector("FIRST_NORM", layer, self._read(f"{prefix}input_layernorm.weight"))
+    def _set_layer(self, layer: int, spec: LayerSpec) -> None:
+        names, attention = self.config.names, spec.attention
         first = 0
-        for x in "qkv":
-            first += self._set_linear("QKV", layer, f"{attention}{x}_proj.", config.attention_bias, first)
-        for x in "qk" if config.qk_norm else "":
-            self._set_vector(f"{x.upper()}_NORM", layer, self._read(f"{attention}{x}_norm.weight"))
-        self._set_linear("OUT", layer, f"{attention}o_proj.", config.output_bias)
-        self._set_vector("SECOND_NORM", layer, self._read(f"{prefix}post_attention_layernorm.weight"))
-        for x in ("gate", "up", "down"):
-            self._set_linear(x.upper(), layer, f"{mlp}{x}_proj.", config.mlp_bias)
+        for name in (names.q, names.k, names.v):
+            first += self._set_linear("QKV", layer, name, attention.qkv_bias, first)
+        self._set_linear("OUT", layer, names.o, attention.output_bias)
+        for part, name in (("GATE", names.gate), ("UP", names.up), ("DOWN", names.down)):
+            self._set_linear(part, layer, name, spec.mlp.bias)
+        norms = [("FIRST_NORM", names.attention_norm), ("SECOND_NORM", names.mlp_norm)]
+        if attention.head_norm:
+            norms += [("Q_NORM", names.q_norm), ("K_NORM", names.k_norm)]
+        for part, name in norms:
+            weight = self._read(f"{names.of_layer(layer, name)}.weight").dense()
+            self._set_vector(part, layer, weight.float() + spec.norm.offset)
 
-    def _set_linear(self, part: str, layer: int, prefix: str, has_bias: bool, first: int = 0) -> int:
+    def _set_linear(self, part: str, layer: int, name: str, has_bias: bool, first: int = 0) -> int:
         """Returns how many outputs there were."""
-        weight = self._read(f"{prefix}weight")
+        name = self.config.names.of_layer(layer, name)
+        weight = self._read(f"{name}.weight").dense()
         self._set_matrix(part, layer, weight, first)
         if has_bias:
-            self._set_vector(part, layer, self._read(f"{prefix}bias"), first)
+            self._set_vector(part, layer, self._read(f"{name}.bias").dense(), first)
         return len(weight)
 
     def _set_matrix(self, part: str, layer: int, weight: Tensor, first: int = 0) -> None:
@@ -195,6 +201,7 @@ def _check(status: int) -> None:
 
 
 def _shape(config: ModelConfig) -> native.Shape:
+    layer = config.layers[0]
     return native.Shape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -202,10 +209,10 @@ def _shape(config: ModelConfig) -> native.Shape:
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        inner_size=config.intermediate_size,
+        inner_size=layer.mlp.size,
         tied=config.tie_embeddings,
-        qk_norm=config.qk_norm,
-        eps=config.rms_norm_eps,
+        qk_norm=layer.attention.head_norm,
+        eps=layer.norm.eps,
     )
 
 

@@ -18,8 +18,9 @@ from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device
+from gapless.errors import UnsupportedModel
 from gapless.models.config import ModelConfig
-from gapless.models.llama import CausalLM
+from gapless.models.decoder import CausalLM
 from gapless.models.loader import LoadFormat
 from gapless.models.source import ModelSource
 from gapless.runner.fill import Filled
@@ -146,6 +147,12 @@ class Kit(Protocol):
 
     def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: Progress | None) -> Built:
         """A runner for a loaded model, with rows and KV memory of its own."""
+
+
+def refuse(model: ModelConfig, device_name: str, reason: str | None) -> None:
+    """Raises UnsupportedModel where there is a reason that layers or attention cannot do what the model needs."""
+    if reason is not None:
+        raise UnsupportedModel(f"{model.architecture} cannot run on {device_name}: {reason}")
 
 
 def make_kv_store(device: Device, resolved: Resolved, *, heads_first: bool) -> KVStore:

@@ -11,6 +11,7 @@ from gapless.config import EngineOptions
 from gapless.device.base import Device
 from gapless.errors import ConfigError
 from gapless.models.config import ModelConfig
+from gapless.models.layers import PlainLayers
 from gapless.models.loader import LoadFormat, load_model, open_weights
 from gapless.models.source import ModelSource
 from gapless.runner.kits.base import (
@@ -22,6 +23,7 @@ from gapless.runner.kits.base import (
     WeightOptions,
     in_blocks,
     make_kv_store,
+    refuse,
 )
 from gapless.runner.native import NativeModel, NativeRunner, why_not
 from gapless.runner.runner import Runner
@@ -38,6 +40,7 @@ class CpuKit:
     def settings(self, options: EngineOptions, model: ModelConfig) -> Settings:
         if options.attention != "auto":
             raise ConfigError(f"attention {options.attention}: only a GPU has it; on a CPU leave it at auto")
+        refuse(model, "cpu", ReferenceAttention.why_not(model.attention_specs()) or PlainLayers.why_not(model))
         settings = Settings.of(
             options,
             model,
@@ -47,7 +50,7 @@ class CpuKit:
             max_batch_tokens=512,
             max_num_rows=128,
         )
-        reason = why_not(settings.dtype) if options.native else None
+        reason = why_not(settings.dtype, model) if options.native else None
         native = options.native and reason is None
         if options.batch_invariant and not native:
             raise ConfigError("batch_invariant: on a CPU only native steps are (option native, and a C++ compiler)")
@@ -64,7 +67,7 @@ class CpuKit:
         if isinstance(model, NativeModel):
             layers = kv.buffer.tensor.view(limits.num_blocks + 1, config.num_layers, -1).unbind(1)
             return Built(resolved, device, NativeRunner(device, limits, model, kv), layers)
-        attention = ReferenceAttention(kv.pools, limits.block_size, config.num_heads, config.head_dim**-0.5)
+        attention = ReferenceAttention(kv.pools, limits.block_size, config.attention_specs())
         runner = Runner(device, limits, kv, Step(model, attention, sample), resolved.slow_reason)
         return Built(resolved, device, runner, in_blocks(kv, limits.block_size))
 

@@ -20,8 +20,8 @@ from gapless.device.cuda import replay_s
 from gapless.kernels.batch_invariant import batch_invariant_product
 from gapless.models.config import ModelConfig
 from gapless.models.layers import Layers
-from gapless.models.llama import weight_shapes
 from gapless.models.loader import load_model
+from gapless.models.shapes import weight_shapes
 from gapless.models.skinny_layers import SkinnyLayers
 from gapless.models.source import ModelSource
 from gapless.runner.attention_choice import candidates, make_attention
@@ -36,6 +36,7 @@ from gapless.runner.kits.base import (
     WeightOptions,
     in_blocks,
     make_kv_store,
+    refuse,
 )
 from gapless.runner.kv_store import KVStore
 from gapless.runner.native import NativeModel
@@ -54,6 +55,7 @@ class CudaKit:
     exact_dtypes: tuple[torch.dtype, ...] = ()  # kernels are chosen by the size of the batch
 
     def settings(self, options: EngineOptions, model: ModelConfig) -> Settings:
+        refuse(model, "cuda", TritonAttention.why_not(model.attention_specs()) or SkinnyLayers.why_not(model))
         settings = Settings.of(
             options, model, "cuda", dtype=torch.bfloat16, kv_dtype=None, max_batch_tokens=8192, max_num_rows=256
         )
@@ -89,7 +91,7 @@ def choose_attention(device: Device, kv: KVStore, resolved: Resolved) -> tuple[A
         kv.pools,
         limits.block_size,
         config.num_heads,
-        config.head_dim**-0.5,
+        config.layers[0].attention.scale,
         num_rows=limits.num_rows,
         num_cores=device.num_cores,
         batch_invariant=resolved.batch_invariant,

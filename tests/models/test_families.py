@@ -1,4 +1,4 @@
-"""Configs: both generations of config.json, GGUF metadata, and everything that must be refused."""
+"""Families: both generations of config.json, GGUF metadata, and everything that must be refused."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,9 @@ import pytest
 from tiny_models import raw_config, save_gguf
 
 from gapless.errors import CorruptModel, ModelError, UnsupportedModel
-from gapless.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from gapless.models.config import ModelConfig
 from gapless.models.gguf_file import GGUFFile
+from gapless.models.registry import FAMILIES, gguf_config, hf_config
 from gapless.models.rope_config import RopeConfig
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
@@ -17,16 +18,24 @@ QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
+def rope_of(config: ModelConfig) -> RopeConfig:
+    """Of every layer."""
+    rope = config.layers[0].attention.rope
+    assert rope is not None
+    assert all(layer.attention.rope == rope for layer in config.layers)
+    return rope
+
+
 def test_defaults() -> None:
-    config = ModelConfig.from_hf(raw_config(num_key_value_heads=...))
-    assert (config.head_dim, config.num_kv_heads, config.rope) == (12, 4, RopeConfig(10000.0))
+    config = hf_config(raw_config(num_key_value_heads=...))
+    assert (config.head_dim, config.num_kv_heads, rope_of(config)) == (12, 4, RopeConfig(10000.0))
     assert config.eos_token_ids == ()
 
 
 def test_old_and_new_rope_keys_agree() -> None:
-    old = ModelConfig.from_hf(raw_config(rope_theta=5e5, rope_scaling={"type": "llama3", **LLAMA3}))
-    new = ModelConfig.from_hf(raw_config(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}))
-    assert old.rope == new.rope == RopeConfig(5e5, "llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)
+    old = hf_config(raw_config(rope_theta=5e5, rope_scaling={"type": "llama3", **LLAMA3}))
+    new = hf_config(raw_config(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}))
+    assert rope_of(old) == rope_of(new) == RopeConfig(5e5, "llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +43,7 @@ def test_old_and_new_rope_keys_agree() -> None:
     [(2, None, (2,)), ([2, 5], 7, (2, 5, 7)), (2, [3, 2], (2, 3)), (None, [9], (9,)), (None, None, ())],
 )
 def test_end_tokens_are_joined(own: Any, generation: Any, joined: tuple[int, ...]) -> None:
-    config = ModelConfig.from_hf(raw_config(eos_token_id=own), {"eos_token_id": generation})
+    config = hf_config(raw_config(eos_token_id=own), {"eos_token_id": generation})
     assert config.eos_token_ids == joined
 
 
@@ -44,13 +53,13 @@ BAD_IDS: list[Any] = [2**31, -1, True, 1.0, "2", [[2]], [2, None], {"a": 1}, [2*
 @pytest.mark.parametrize("value", BAD_IDS)
 def test_end_tokens_that_are_no_ids(value: Any) -> None:
     with pytest.raises(CorruptModel, match=r"^config\.json: eos_token_id holds"):
-        ModelConfig.from_hf(raw_config(eos_token_id=value))
+        hf_config(raw_config(eos_token_id=value))
     with pytest.raises(CorruptModel, match=r"generation_config\.json: eos_token_id holds"):
-        ModelConfig.from_hf(raw_config(), {"eos_token_id": value})
+        hf_config(raw_config(), {"eos_token_id": value})
 
 
 def test_end_tokens_past_the_vocabulary_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    assert ModelConfig.from_hf(raw_config(eos_token_id=[2, 97])).eos_token_ids == (2,)
+    assert hf_config(raw_config(eos_token_id=[2, 97])).eos_token_ids == (2,)
     assert "config.json: eos_token_id: 97 is ignored: the vocabulary has 97 tokens" in caplog.text
 
 
@@ -61,9 +70,10 @@ def test_end_tokens_of_a_gguf_that_are_no_ids(tmp_path: Path, value: Any) -> Non
 
 
 def test_architecture_from_model_type() -> None:
-    config = ModelConfig.from_hf(raw_config(architectures=..., model_type="qwen2"))
+    config = hf_config(raw_config(architectures=..., model_type="qwen2"))
+    attention = config.layers[0].attention
     assert config.architecture == "Qwen2ForCausalLM"
-    assert (config.attention_bias, config.output_bias) == (True, False)
+    assert (attention.qkv_bias, attention.output_bias) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +87,7 @@ def test_architecture_from_model_type() -> None:
     ],
 )
 def test_windows_not_in_use_are_accepted(changes: dict[str, Any]) -> None:
-    ModelConfig.from_hf(raw_config(**changes))
+    hf_config(raw_config(**changes))
 
 
 @pytest.mark.parametrize(
@@ -99,13 +109,13 @@ def test_windows_not_in_use_are_accepted(changes: dict[str, Any]) -> None:
 )
 def test_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
-        ModelConfig.from_hf(raw_config(**changes))
+        hf_config(raw_config(**changes))
 
 
 def test_refusal_lists_what_is_supported() -> None:
     with pytest.raises(UnsupportedModel) as caught:
-        ModelConfig.from_hf({"architectures": ["X"]})
-    assert all(name in str(caught.value) for name in SUPPORTED_ARCHITECTURES)
+        hf_config({"architectures": ["X"]})
+    assert all(family.architecture in str(caught.value) for family in FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +161,12 @@ def test_refusal_lists_what_is_supported() -> None:
 )
 def test_corrupt(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(CorruptModel, match=named):
-        ModelConfig.from_hf(raw_config(**changes))
+        hf_config(raw_config(**changes))
 
 
 def from_gguf(path: Path, arch: str = "llama", **metadata: Any) -> ModelConfig:
     save_gguf(path / "m.gguf", arch, **metadata)
-    return ModelConfig.from_gguf(GGUFFile(path / "m.gguf"))
+    return gguf_config(GGUFFile(path / "m.gguf"))
 
 
 def test_gguf(tmp_path: Path) -> None:
@@ -166,25 +176,25 @@ def test_gguf(tmp_path: Path) -> None:
     }
     config = from_gguf(tmp_path, "qwen3", **tokens)
     assert (config.architecture, config.vocab_size, config.head_dim) == ("Qwen3ForCausalLM", 97, 24)
-    assert (config.qk_norm, config.tie_embeddings, config.attention_bias) == (True, True, False)
-    assert (config.eos_token_ids, config.rope) == ((2, 5), RopeConfig(5000.0, original_max_positions=64))
+    attention = config.layers[0].attention
+    assert (attention.head_norm, config.tie_embeddings, attention.qkv_bias) == (True, True, False)
+    assert (config.eos_token_ids, attention.rope) == ((2, 5), RopeConfig(5000.0, original_max_positions=64))
 
 
 def test_gguf_rope_kinds(tmp_path: Path) -> None:
     factor = {"ARCH__rope__scaling__factor": 4.0}
     for kind in ({"ARCH__rope__scaling__type": "linear"}, {}):
-        assert from_gguf(tmp_path, **kind, **factor).rope == RopeConfig(5000.0, "linear", 4.0, 64)
-    assert from_gguf(tmp_path, ARCH__rope__scaling__type="none", **factor).rope.kind == "default"
-    yarn = from_gguf(
-        tmp_path, ARCH__rope__scaling__type="yarn", ARCH__rope__scaling__original_context_length=16, **factor
-    ).rope
+        assert rope_of(from_gguf(tmp_path, **kind, **factor)) == RopeConfig(5000.0, "linear", 4.0, 64)
+    assert rope_of(from_gguf(tmp_path, ARCH__rope__scaling__type="none", **factor)).kind == "default"
+    scaling = {"ARCH__rope__scaling__type": "yarn", "ARCH__rope__scaling__original_context_length": 16}
+    yarn = rope_of(from_gguf(tmp_path, **scaling, **factor))
     hf = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0, "original_max_position_embeddings": 16}
-    assert yarn == ModelConfig.from_hf(raw_config(rope_parameters=hf)).rope
+    assert yarn == rope_of(hf_config(raw_config(rope_parameters=hf)))
 
 
 def test_gguf_frequency_factors(tmp_path: Path) -> None:
     factors = np.arange(1, 13, dtype=np.float32)
-    assert from_gguf(tmp_path, extra={"rope_freqs.weight": factors}).rope.freq_factors == tuple(factors.tolist())
+    assert rope_of(from_gguf(tmp_path, extra={"rope_freqs.weight": factors})).freq_factors == tuple(factors.tolist())
     for wrong in (factors[:5], factors.reshape(12, 1)):
         with pytest.raises(CorruptModel, match="rope_freqs"):
             from_gguf(tmp_path, extra={"rope_freqs.weight": wrong})

@@ -1,13 +1,19 @@
 """Logits of whole sequences equal those of transformers in float32, for every variant of the family."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import full_logits, load, random_tokens, save_gguf, save_hf
+from tiny_models import full_logits, load, random_tokens, raw_config, save_gguf, save_hf
 from torch import Tensor
 
+from gapless.models.decoder import CausalLM
+from gapless.models.linear import plain
+from gapless.models.registry import hf_config
+from gapless.models.rope import Rotation
+from gapless.models.shapes import weight_shapes
 from gapless.models.source import resolve
 
 LLAMA3 = {
@@ -89,8 +95,30 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
 def test_int32_tokens_and_few_positions(tmp_path: Path) -> None:
     save_hf(tmp_path)
     short = load(tmp_path, max_positions=len(TOKENS))
-    assert short.rotary.table.shape[0] == len(TOKENS)
+    assert short.rotary[0].table.shape[0] == len(TOKENS)
     torch.testing.assert_close(full_logits(short, TOKENS.int()), full_logits(load(tmp_path), TOKENS))
+
+
+def test_sinks_reach_attention_and_layers_choose_their_rope() -> None:
+    plain_config = hf_config(raw_config())
+    first = plain_config.layers[0]
+    second = replace(first, attention=replace(first.attention, sinks=True, rope=None))
+    config = replace(plain_config, layers=(first, second))
+    shapes = weight_shapes(config)
+    assert shapes["model.layers.1.self_attn.sinks"] == (4,)
+    model = CausalLM(config, lambda name: plain(torch.full(shapes[name], 0.5)))
+    seen: list[Rotation] = []
+
+    def attend(layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+        seen.append(rotation)
+        return heads[:, :4].flatten(1)
+
+    model.forward(TOKENS, torch.arange(len(TOKENS)), attend)
+    assert seen[0].sinks is None
+    assert torch.equal(seen[1].sinks, torch.full((4,), 0.5))
+    heads = torch.randn(len(TOKENS), 6, 12)
+    assert torch.equal(seen[1].apply(heads), heads)
+    assert not torch.allclose(seen[0].apply(heads), heads)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])

@@ -1,0 +1,76 @@
+"""Which family a model belongs to, by what its config.json or its GGUF metadata calls it.
+
+Owns the list of families. Reads a description by way of the family and adds the end tokens.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gapless.errors import CorruptModel, UnsupportedModel
+from gapless.models.config import ModelConfig
+from gapless.models.families import llama, mistral, qwen2, qwen3
+from gapless.models.family import Family, gguf_model
+from gapless.models.files import shown, token_ids
+from gapless.models.gguf_file import GGUFFile
+from gapless.models.keys import Keys
+
+logger = logging.getLogger(__name__)
+
+FAMILIES: list[Family] = [llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY]
+_GGUF_END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+
+
+def hf_config(raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Reads a config.json of transformers 4 or 5, with the end tokens of generation_config.json added."""
+    keys = Keys(raw, "config.json")
+    config = _hf_family(keys).from_hf(keys)
+    places = {
+        "config.json: eos_token_id": keys.get("eos_token_id"),
+        "generation_config.json: eos_token_id": (generation_config or {}).get("eos_token_id"),
+    }
+    return replace(config, eos_token_ids=_end_ids(config.vocab_size, places))
+
+
+def gguf_config(file: GGUFFile) -> ModelConfig:
+    """Reads the metadata of a GGUF."""
+    name = file.metadata.get("general.architecture")
+    forms = {family.gguf.architecture: family for family in FAMILIES if family.gguf is not None}
+    family = forms.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise _unsupported(f"GGUF architecture {shown(name)}", list(forms))
+    config = gguf_model(file, Keys(file.metadata, file.path, f"{name}."), family.architecture)
+    places = {f"{file.path}: {key}": file.metadata.get(key) for key in _GGUF_END_KEYS}
+    return replace(config, eos_token_ids=_end_ids(config.vocab_size, places))
+
+
+def family_of(config: ModelConfig) -> Family:
+    return next(family for family in FAMILIES if family.architecture == config.architecture)
+
+
+def _hf_family(keys: Keys) -> Family:
+    if "architectures" not in keys.raw and "model_type" not in keys.raw:
+        raise CorruptModel("config.json: the key architectures is missing")
+    names, model_type = keys.strings("architectures"), keys.string("model_type", "")
+    for family in FAMILIES:
+        if family.architecture in names or (not names and family.model_type == model_type):
+            return family
+    supported = [family.architecture for family in FAMILIES]
+    raise _unsupported(f"architecture {(names[0] if names else model_type)[:80]}", supported)
+
+
+def _unsupported(what: str, supported: Sequence[str]) -> UnsupportedModel:
+    return UnsupportedModel(f"{what} is not supported; Gapless runs {', '.join(supported)}")
+
+
+def _end_ids(vocab_size: int, places: Mapping[str, object]) -> tuple[int, ...]:
+    """The end tokens of all places. An id past the vocabulary is never sampled, so it is dropped with a warning."""
+    found: list[int] = []
+    for where, value in places.items():
+        for token_id in token_ids(value, where):
+            if token_id < vocab_size:
+                found.append(token_id)
+            else:
+                logger.warning("%s: %d is ignored: the vocabulary has %d tokens", where, token_id, vocab_size)
+    return tuple(dict.fromkeys(found))

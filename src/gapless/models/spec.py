@@ -1,0 +1,124 @@
+"""A layer as a value: attention, norms and MLP, with every choice spelled out.
+
+A family writes specs. Attention, layers and the native step read them, and say before any weight is read what they
+cannot do. Knows no device, no tensor and no name of a weight.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from gapless.models.rope_config import RopeConfig
+
+NormPlace = Literal["before", "after", "around"]
+
+
+class Feature(StrEnum):
+    """What a model may need beyond the plain decoder: whole context, RMS norms before each part, a gate with SiLU."""
+
+    WINDOW = "sliding windows"
+    SOFT_CAP = "soft caps of scores"
+    SINKS = "attention sinks"
+    SCALE = "scales other than 1 / sqrt(head_dim)"
+    MIXED_SCALES = "scales that differ from layer to layer"
+    MIXED_ROPES = "rotary embeddings that differ from layer to layer"
+    MIXED_SIZES = "sizes that differ from layer to layer"
+    LAYER_NORM = "layer norms"
+    NORM_AFTER = "norms after attention and MLP"
+    ACTIVATION = "activations other than SiLU"
+    PLAIN_MLP = "MLPs without a gate"
+    EXPERTS = "experts"
+    EMBEDDING_SCALE = "scaled embeddings"
+    LOGIT_CAP = "soft caps of logits"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How one layer attends."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of the scores, before the softmax
+    rope: RopeConfig | None  # None: heads are not rotated
+    qkv_bias: bool = False
+    output_bias: bool = False
+    head_norm: bool = False  # each query and key head is normalized before it is rotated
+    window: int | None = None  # how many positions a token sees, itself included; None: all of them
+    soft_cap: float | None = None  # scores become cap * tanh(score / cap)
+    sinks: bool = False  # each head has a learned score that takes part in the softmax and has no value
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """The norms of one layer, or the last norm of a model."""
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    place: NormPlace = "before"  # of attention and of the MLP: on the way in, on the way out, or both
+    offset: float = 0.0  # added to the weights as they are stored
+
+    @property
+    def is_before(self) -> bool:
+        return self.place != "after"
+
+    @property
+    def is_after(self) -> bool:
+        return self.place != "before"
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """What follows attention: activation(gate) * up, then down; or without a gate; or several with a router."""
+
+    size: int
+    kind: Literal["gated", "plain", "experts"] = "gated"
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    norm: NormSpec
+
+
+def attention_features(specs: Sequence[AttentionSpec]) -> Iterator[Feature]:
+    """What the attention of these layers needs."""
+    for spec in dict.fromkeys(specs):
+        if spec.window is not None:
+            yield Feature.WINDOW
+        if spec.soft_cap is not None:
+            yield Feature.SOFT_CAP
+        if spec.sinks:
+            yield Feature.SINKS
+        if spec.scale != spec.head_dim**-0.5:
+            yield Feature.SCALE
+    if len({spec.scale for spec in specs}) > 1:
+        yield Feature.MIXED_SCALES
+
+
+def layer_features(layers: Sequence[LayerSpec]) -> Iterator[Feature]:
+    """What these layers need around their attention."""
+    for layer in dict.fromkeys(layers):
+        if layer.norm.kind == "layer":
+            yield Feature.LAYER_NORM
+        if layer.norm.is_after:
+            yield Feature.NORM_AFTER
+        if layer.mlp.activation != "silu":
+            yield Feature.ACTIVATION
+        if layer.mlp.kind != "gated":
+            yield Feature.PLAIN_MLP if layer.mlp.kind == "plain" else Feature.EXPERTS
+    if len({layer.attention.rope for layer in layers}) > 1:
+        yield Feature.MIXED_ROPES
+    if len({(layer.mlp.size, layer.norm.eps, layer.attention.head_norm) for layer in layers}) > 1:
+        yield Feature.MIXED_SIZES
+
+
+def lacking(needed: Iterable[Feature], has: Collection[Feature]) -> Feature | None:
+    """The first that is needed and not there."""
+    return next((feature for feature in needed if feature not in has), None)

@@ -1,0 +1,72 @@
+"""A weight as it reaches the layers: its numbers, and the scheme that says how they are stored and multiplied by.
+
+A scheme is a file: `linear` has the plain one. Layers ask the scheme for products and do not look inside a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a weight that one rank holds."""
+
+    rank: int
+    num_ranks: int
+    axis: int  # along which the weight is cut
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """[out, in], or a vector."""
+
+    data: Tensor  # as the scheme stores it
+    scheme: Scheme
+    scales: Tensor | None = None  # for schemes that have them
+    shard: Shard | None = None  # None: the whole weight
+
+    def dense(self) -> Tensor:
+        """The numbers themselves."""
+        return self.scheme.dense(self)
+
+
+class Scheme(Protocol):
+    """How weights are stored, and how to multiply by them. A product picks its way by the number of rows it is given,
+    for few rows wait for memory and many for arithmetic."""
+
+    name: str
+
+    def dense(self, weight: Weight) -> Tensor:
+        """The numbers themselves, in the model's dtype."""
+
+    def stacked(self, weights: Sequence[Weight]) -> Weight:
+        """The rows of all of them, one weight below the other."""
+
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        """The product, which may keep the weight in a form of its own."""
+
+    def gated(self, gate: Weight, up: Weight, biases: GateBiases, activation: str) -> GatedLinear:
+        """The two products of a gated layer as one."""
+
+
+GateBiases = tuple[Tensor | None, Tensor | None]  # of gate and up
+
+
+class Linear(Protocol):
+    def __call__(self, x: Tensor) -> Tensor: ...  # [n, in] -> [n, out]
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor: ...  # [n, in], [n, out] -> [n, out], a new tensor
+
+
+class GatedLinear(Protocol):
+    def __call__(self, x: Tensor) -> Tensor: ...  # [n, in] -> [n, out]: activation(gate(x)) * up(x)
+
+
+def stacked(weights: Sequence[Weight]) -> Weight:
+    """Weights of one scheme, one below the other."""
+    return weights[0].scheme.stacked(weights)
