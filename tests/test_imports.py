@@ -204,3 +204,23 @@ def test_the_cpu_path_needs_no_triton() -> None:
         "import gapless.runner.kits.cpu, gapless.attention.reference, gapless.models.loader, gapless.bench.host"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_public_type_name_has_one_meaning() -> None:
+    """Classes and type aliases, over all modules: a reader who knows a name from one file knows it in all."""
+    where: dict[str, list[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if (name := _type_name(node)) is not None and not name.startswith("_"):
+                where.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert len(where) > 300
+    assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
+
+
+def _type_name(node: ast.stmt) -> str | None:
+    if isinstance(node, ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        name = node.targets[0].id
+        return name if name[0].isupper() and not name.isupper() else None
+    return None

@@ -17,7 +17,7 @@ from gapless.attention.base import Attention, AttentionBatch, Span
 from gapless.attention.flash import LIBRARIES, LibraryAttention
 from gapless.attention.reference import ReferenceAttention
 from gapless.attention.triton import TritonAttention
-from gapless.models.rope import Rotation
+from gapless.models.rope import RotaryRotation
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="the stand-ins are for the CPU")
 
@@ -34,7 +34,7 @@ class Scene:
     batch: AttentionBatch
     shape: Shape
     heads: torch.Tensor
-    rotation: Rotation
+    rotation: RotaryRotation
     pools: list[torch.Tensor]
 
     @classmethod
@@ -48,7 +48,7 @@ class Scene:
         pool = draw(num_slots, 2 * shape.num_kv_heads, shape.head_dim)
         heads = draw(len(batch.slots), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
         weight = draw(shape.num_heads + shape.num_kv_heads, shape.head_dim) if shape.norm else None
-        rotation = Rotation(draw(len(batch.slots), 2, shape.head_dim), weight, 1e-5)
+        rotation = RotaryRotation(draw(len(batch.slots), 2, shape.head_dim), weight, 1e-5)
         return cls(batch, shape, heads, rotation, [pool.clone(), pool.clone()])
 
     def library(self, decode: str | None, chunks: str | None) -> Attention:

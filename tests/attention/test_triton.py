@@ -15,7 +15,7 @@ from batches import BLOCK_SIZE, DEVICE, SHAPES, Shape, make_batch
 from gapless.attention.base import AttentionBatch, Span
 from gapless.attention.reference import ReferenceAttention
 from gapless.attention.triton import TritonAttention
-from gapless.models.rope import Rotation
+from gapless.models.rope import RotaryRotation
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -31,7 +31,7 @@ def test_equals_reference(shape: Shape, batch_invariant: bool) -> None:
     pool = draw(num_slots, 2 * shape.num_kv_heads, shape.head_dim)
     heads = draw(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
     weight = draw(shape.num_heads + shape.num_kv_heads, shape.head_dim) if shape.norm else None
-    rotation = Rotation(draw(num_tokens, 2, shape.head_dim), weight, 1e-5)
+    rotation = RotaryRotation(draw(num_tokens, 2, shape.head_dim), weight, 1e-5)
     scale = shape.head_dim**-0.5
     pools = [pool.clone(), pool.clone()]
     expected = ReferenceAttention(pools[:1], BLOCK_SIZE, [shape.spec()]).begin(batch)(0, heads, rotation)
@@ -96,7 +96,7 @@ def test_batch_invariant_tokens_do_not_know_who_came_along() -> None:
             chunks=(Span(len(decodes), start, count),) if count else (),
         )
         attention = TritonAttention([pool], BLOCK_SIZE, num_heads, 0.25, 8, 4, batch_invariant=True)
-        return attention.begin(batch)(0, heads[places], Rotation(angles[places], None, 1e-5))[-1]
+        return attention.begin(batch)(0, heads[places], RotaryRotation(angles[places], None, 1e-5))[-1]
 
     whole = last([], 0)  # also writes the pool, which the others read
     assert torch.equal(whole, last([], length - 1))

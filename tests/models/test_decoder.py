@@ -12,7 +12,7 @@ from torch import Tensor
 from gapless.models.decoder import CausalLM
 from gapless.models.linear import plain
 from gapless.models.registry import hf_config
-from gapless.models.rope import Rotation
+from gapless.models.rope import RotaryRotation
 from gapless.models.shapes import weight_shapes
 from gapless.models.source import resolve
 
@@ -107,9 +107,9 @@ def test_sinks_reach_attention_and_layers_choose_their_rope() -> None:
     shapes = weight_shapes(config)
     assert shapes["model.layers.1.self_attn.sinks"] == (4,)
     model = CausalLM(config, lambda name: plain(torch.full(shapes[name], 0.5)))
-    seen: list[Rotation] = []
+    seen: list[RotaryRotation] = []
 
-    def attend(layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+    def attend(layer: int, heads: Tensor, rotation: RotaryRotation) -> Tensor:
         seen.append(rotation)
         return heads[:, :4].flatten(1)
 

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from gapless.models.layers import Gate, Hidden, Norm, PlainLayers
+from gapless.models.layers import GatedWeights, Hidden, Norm, PlainLayers
 from gapless.models.linear import plain
 
 MAKE = PlainLayers()
@@ -17,7 +17,7 @@ def normed(x: torch.Tensor) -> torch.Tensor:
 
 def test_products_of_the_stream() -> None:
     weight, up, bias = torch.randn(5, 8), torch.randn(5, 8), torch.randn(5)
-    gate = Gate(plain(weight), plain(up), None, None, "gelu_tanh")
+    gate = GatedWeights(plain(weight), plain(up), None, None, "gelu_tanh")
     for norm, x in ((NORM, normed(STREAM)), (None, STREAM)):
         found = MAKE.norm_linear(norm, plain(weight), bias)(Hidden(STREAM))
         torch.testing.assert_close(found, F.linear(x, weight, bias))

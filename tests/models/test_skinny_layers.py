@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from gapless.kernels.cublas import library_product
 from gapless.kernels.tilings import MAX_ROWS, choose_tiling
-from gapless.models.layers import Gate, Hidden, Norm
+from gapless.models.layers import GatedWeights, Hidden, Norm
 from gapless.models.linear import plain
 from gapless.models.skinny_layers import SkinnyLayers
 
@@ -65,7 +65,7 @@ def test_a_layer_of_fused_products(num_rows: int, size: int) -> None:
     assert hidden.num_squares > 1
     assert_near(hidden.values, expected)
 
-    inner = make.norm_gated(norms[1], Gate(plain(gate), plain(up), None, None))(hidden)
+    inner = make.norm_gated(norms[1], GatedWeights(plain(gate), plain(up), None, None))(hidden)
     after = normed(hidden.values, norms[1])
     assert_near(inner, F.silu(after @ gate.float().T) * (after @ up.float().T))
     assert_near(make.norm(norms[0])(hidden), normed(hidden.values, norms[0]))
@@ -115,7 +115,7 @@ def test_without_fused_kernels_all_products_are_the_plain_one() -> None:
     qkv, out, gate, head = draw(64, 128), draw(128, 64), draw(32, 128), draw(256, 128)
     hidden = make.embed(plain(draw(300, 128)))(torch.arange(3, device=DEVICE))
     hidden = make.add_linear(plain(out), None)(make.norm_linear(norm, plain(qkv), None)(hidden), hidden)
-    make.norm_gated(norm, Gate(plain(gate), plain(gate), None, None))(hidden)
+    make.norm_gated(norm, GatedWeights(plain(gate), plain(gate), None, None))(hidden)
     make.linear(plain(head))(hidden.values)
     assert asked == [(64, 128), (128, 64), (64, 128), (256, 128)]
 
@@ -139,7 +139,7 @@ def test_a_gate_is_folded_where_a_gated_kernel_takes_it() -> None:
     assert choose_tiling(2, columns, 128) is None
     gate = draw(columns, 128)
     found = SkinnyLayers(DEVICE, fused=True).norm_gated(
-        Norm(draw(128, seed=1), EPS), Gate(plain(gate), plain(gate), None, None)
+        Norm(draw(128, seed=1), EPS), GatedWeights(plain(gate), plain(gate), None, None)
     )
     assert not torch.equal(found._weight[:columns], gate)
 

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gapless.models.decoder import Attend, CausalLM
+from gapless.models.decoder import AttendLayer, CausalLM
 from gapless.models.loader import load_config, load_model
-from gapless.models.rope import Rotation
+from gapless.models.rope import RotaryRotation
 from gapless.models.source import resolve
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 
-def dense_attend(num_heads: int, num_kv_heads: int) -> Attend:
-    def attend(layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+def dense_attend(num_heads: int, num_kv_heads: int) -> AttendLayer:
+    def attend(layer: int, heads: Tensor, rotation: RotaryRotation) -> Tensor:
         qk, v = heads.split_with_sizes((num_heads + num_kv_heads, num_kv_heads), dim=1)
         q, k = rotation.apply(qk).split_with_sizes((num_heads, num_kv_heads), dim=1)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))

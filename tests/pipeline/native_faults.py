@@ -70,7 +70,7 @@ def _(original):
     return sample
 
 
-@fault("the native call misses the last new block", library, "Sections")
+@fault("the native call misses the last new block", library, "CSections")
 def _(original):
     return lambda *counts: original(*counts[:-1], max(0, counts[-1] - 1))
 

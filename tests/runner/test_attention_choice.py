@@ -26,10 +26,10 @@ from gapless.errors import ConfigError
 from gapless.models.config import ModelConfig
 from gapless.models.source import resolve as find
 from gapless.models.spec import AttentionSpec
-from gapless.runner.attention_choice import Choice, candidates, fastest, make_attention
+from gapless.runner.attention_choice import AttentionChoice, candidates, fastest, make_attention
 from gapless.runner.attention_trials import Trials
 from gapless.runner.kits import KITS
-from gapless.runner.kits.base import Built, LoadedModel, Progress, Resolved, Settings, in_blocks, make_kv_store
+from gapless.runner.kits.base import BuildProgress, Built, LoadedModel, Resolved, Settings, in_blocks, make_kv_store
 from gapless.runner.kits.cpu import CpuKit
 from gapless.runner.kits.cuda import choose_attention
 from gapless.runner.resolve import resolve
@@ -121,7 +121,7 @@ def own() -> TritonAttention:
     return TritonAttention(pools, LIMITS.block_size, NUM_HEADS, 0.25, LIMITS.num_rows, 4)
 
 
-def chosen(installed: tuple[str, ...], measure: Callable[[Any], float]) -> tuple[Any, Choice, TritonAttention]:
+def chosen(installed: tuple[str, ...], measure: Callable[[Any], float]) -> tuple[Any, AttentionChoice, TritonAttention]:
     ours = own()
     found, choice = make_attention(ours, NUM_HEADS, LIMITS, installed, measure)
     return found, choice, ours
@@ -225,7 +225,7 @@ class LibraryKit(CpuKit):
     def settings(self, options: EngineOptions, model: ModelConfig) -> Settings:
         return dataclasses.replace(super().settings(options, model), attention=("flash3",))
 
-    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: Progress | None) -> Built:
+    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: BuildProgress | None) -> Built:
         kv = make_kv_store(device, resolved, heads_first=False)
         attention, choice = choose_attention(device, kv, resolved)
         runner = Runner(device, resolved.limits, kv, Step(model, attention, sample))

@@ -20,7 +20,7 @@ from gapless.models.source import ModelSource
 from gapless.models.source import resolve as find
 from gapless.runner import kits
 from gapless.runner.fill import Filled
-from gapless.runner.kits.base import Built, LoadedModel, Progress, Resolved, Settings, WeightOptions
+from gapless.runner.kits.base import BuildProgress, Built, LoadedModel, Resolved, Settings, WeightOptions
 from gapless.runner.resolve import resolve
 
 ANSWER = 7
@@ -55,7 +55,7 @@ class NullKit:
     def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
         return None  # type: ignore[return-value]
 
-    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: Progress | None) -> Built:
+    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: BuildProgress | None) -> Built:
         return Built(resolved, device, NullRunner(), ())
 
 

@@ -33,11 +33,20 @@ from gapless.server.generation import Choice, Generation
 from gapless.server.logprobs import TokenTexts, tell_completion_logprobs, tell_logprobs
 from gapless.server.logs import MAX_QUEUED, LineWriter
 from gapless.server.memory import MAX_KEPT, Kept, Memory
-from gapless.server.messages import FromEngine, News, Over, Pulse, Submit, ToEngine, pack_scores, pack_tokens
+from gapless.server.messages import (
+    EnginePulse,
+    FromEngine,
+    News,
+    Over,
+    SubmitFlight,
+    ToEngine,
+    pack_scores,
+    pack_tokens,
+)
 from gapless.server.metrics import EngineTotals
 from gapless.server.options import ServerOptions, read_keys
 from gapless.server.protocol import ChatRequest, CompletionRequest
-from gapless.server.protocol import Message as ChatMessage
+from gapless.server.protocol import MessageBody as ChatMessage
 from gapless.server.roster import Flight, Roster
 from gapless.server.supervisor import Supervisor
 from gapless.server.traces import Traces
@@ -297,7 +306,7 @@ def test_frames_survive_the_wire_and_a_death_is_noticed() -> None:
     sender: ChildChannel[FromEngine] = ChildChannel(ours.detach(), FromEngine)
     receiver: ChildChannel[FromEngine | ToEngine] = ChildChannel(theirs.detach(), FromEngine | ToEngine)
     params = SamplingParams(max_tokens=3, stop_token_ids=(4,), seed=-5)
-    sent = [News([1, 2], [3, 4], [Over(1, "stop")]), Submit(9, pack_tokens([1, 70000]), b"", params)]
+    sent = [News([1, 2], [3, 4], [Over(1, "stop")]), SubmitFlight(9, pack_tokens([1, 70000]), b"", params)]
     for message in sent:
         sender.send(message)
         assert receiver.receive() == message
@@ -359,9 +368,11 @@ def test_a_timeline_is_told_in_seconds_before_now() -> None:
 def test_totals_go_on_when_an_engine_dies() -> None:
     totals = EngineTotals()
 
-    def pulse(steps: float, busy_s: float, elapsed_s: float) -> Pulse:
+    def pulse(steps: float, busy_s: float, elapsed_s: float) -> EnginePulse:
         stats = {"num_steps": steps, "busy_s": busy_s}
-        return Pulse(1, False, 0, 0, 0, 2, elapsed_s, stats, {"no graph": 2}, {"nothing to run": elapsed_s - busy_s})
+        return EnginePulse(
+            1, False, 0, 0, 0, 2, elapsed_s, stats, {"no graph": 2}, {"nothing to run": elapsed_s - busy_s}
+        )
 
     totals.observe(pulse(10, 1.0, 4.0))
     totals.engine_died()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gapless.server.engine_process import LoadingSigns
-from gapless.server.messages import Loading, Pulse
+from gapless.server.messages import EnginePulse, Loading
 from gapless.server.watchdog import Watchdog
 
 
@@ -26,8 +26,8 @@ def make() -> tuple[Watchdog, Clock]:
     return watchdog, clock
 
 
-def pulse(num_turns: int, *, idle: bool = False) -> Pulse:
-    return Pulse(num_turns, idle, 1, 0, 1, 2, 1.0, {}, {}, {})
+def pulse(num_turns: int, *, idle: bool = False) -> EnginePulse:
+    return EnginePulse(num_turns, idle, 1, 0, 1, 2, 1.0, {}, {}, {})
 
 
 def test_a_load_in_silence_is_overdue() -> None:

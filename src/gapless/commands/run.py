@@ -51,7 +51,7 @@ class Printout:
             print(f"[{record['id']}] {asked}\n{answer}  ({record['finish_reason']})\n")
 
 
-class Tally:
+class RunTally:
     """Passes results on, and counts them."""
 
     def __init__(self, results: Results, num_done: int, num_lines: int) -> None:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str,
     prompts = read_prompts(args.prompts, console.stdin())
     settings = {"model": options.model, "seed": options.seed, "token_ids": args.token_ids, **sampling}
     results = _open(args, prompts, settings)
-    tally = Tally(results, len(results.done), len(prompts.lines))
+    tally = RunTally(results, len(results.done), len(prompts.lines))
     try:
         todo = [line for line in prompts.lines if line.index not in results.done]
         closing = _generate(options, todo, sampling, tally, token_ids=args.token_ids)
@@ -111,7 +111,7 @@ def _generate(
     options: EngineOptions,
     todo: Sequence[Line | BadLine],
     sampling: Mapping[str, Any],
-    tally: Tally,
+    tally: RunTally,
     *,
     token_ids: bool,
 ) -> str:
@@ -154,7 +154,7 @@ def prepare(llm: LLM, line: Line, sampling: Mapping[str, Any]) -> Job:
     return llm.prepare(line.prompt, params)
 
 
-def _stopped(error: BaseException, results: object, tally: Tally, trace: str | bool | None) -> int:
+def _stopped(error: BaseException, results: object, tally: RunTally, trace: str | bool | None) -> int:
     """Say why the run ended early, and what is left of it."""
     if trace:
         console.say(f"timeline so far: {TraceFiles.at(str(trace))}")
@@ -168,7 +168,7 @@ def _stopped(error: BaseException, results: object, tally: Tally, trace: str | b
     return EXIT_FAILED if isinstance(error, OutputError) else EXIT_INTERRUPTED
 
 
-def _close(results: object, tally: Tally, closing: str) -> int:
+def _close(results: object, tally: RunTally, closing: str) -> int:
     for record in sorted(tally.errors, key=lambda record: int(record["index"])):
         console.say(f"error in {record['id']!r}: {record['error']}")
     if isinstance(results, ResultFile):

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from gapless.models.config import ModelConfig
-from gapless.models.layers import PLAIN, Gate, Hidden, Layers, Norm
+from gapless.models.layers import PLAIN, GatedWeights, Hidden, Layers, Norm
 from gapless.models.names import WeightNames
-from gapless.models.rope import RotaryTable, Rotation
+from gapless.models.rope import RotaryRotation, RotaryTable
 from gapless.models.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
 from gapless.models.weight import Weight, stacked
 
 # attend(layer, heads, rotation) rotates q and k, stores k and v, and returns attention [n, num_heads * head_dim].
 # heads is [n, num_heads + 2 * num_kv_heads, head_dim]: q, k and v side by side.
-Attend = Callable[[int, Tensor, Rotation], Tensor]
+AttendLayer = Callable[[int, Tensor, RotaryRotation], Tensor]
 ReadWeight = Callable[[str], Weight]  # by its name in a Hugging Face checkpoint, on the device, in the dtype
 
 
@@ -54,7 +54,7 @@ class CausalLM:
         where = table.data.dtype, table.data.device
         self.rotary = [RotaryTable(rope, config.head_dim, num_positions, *where) for rope in ropes]
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: AttendLayer) -> Tensor:
         """token_ids [n] int32 or int64, positions [n] int64 -> hidden [n, hidden_size]."""
         hidden = self.embed(token_ids)
         # on a GPU launched as usual, which attention counts on (kernels/launch)
@@ -88,9 +88,9 @@ class DecoderLayer:
         down = weights.linear(names.down, spec.mlp.bias)
         self.down = make.add_linear(*down, weights.norm_after(names.mlp_norm_after, spec.norm))
 
-    def __call__(self, hidden: Hidden, turns: Sequence[Tensor], attend: Attend) -> Hidden:
+    def __call__(self, hidden: Hidden, turns: Sequence[Tensor], attend: AttendLayer) -> Hidden:
         heads = self.qkv(hidden).view(self.view)
-        rotation = Rotation(turns[self.rope], self.head_norm, self.eps, self.sinks)
+        rotation = RotaryRotation(turns[self.rope], self.head_norm, self.eps, self.sinks)
         hidden = self.out(attend(self.index, heads, rotation), hidden)
         return self.down(self.gate_up(hidden), hidden)
 
@@ -119,10 +119,10 @@ class LayerReader:
         biases = [bias for name in names if (bias := self.bias(name, spec.qkv_bias)) is not None]
         return weight, torch.cat(biases) if biases else None
 
-    def gate(self, spec: MlpSpec) -> Gate:
+    def gate(self, spec: MlpSpec) -> GatedWeights:
         gate, up = self.names.gate, self.names.up
         biases = self.bias(gate, spec.bias), self.bias(up, spec.bias)
-        return Gate(self.weight(gate), self.weight(up), *biases, spec.activation)
+        return GatedWeights(self.weight(gate), self.weight(up), *biases, spec.activation)
 
     def norm(self, name: str, spec: NormSpec) -> Norm:
         return make_norm(self.weight(name).dense(), spec)

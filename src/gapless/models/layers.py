@@ -44,7 +44,7 @@ class Layers(Protocol):
     def norm_linear(self, norm: Norm | None, weight: Weight, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
         """The product of the stream, normalized where there is a norm."""
 
-    def norm_gated(self, norm: Norm | None, gate: Gate) -> Callable[[Hidden], Tensor]:
+    def norm_gated(self, norm: Norm | None, gate: GatedWeights) -> Callable[[Hidden], Tensor]:
         """activation(gate) * up of the stream, normalized where there is a norm."""
 
     def add_linear(
@@ -68,7 +68,7 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class GatedWeights:
     """The two products of a gated layer."""
 
     gate: Weight
@@ -99,7 +99,7 @@ class PlainLayers:
     def norm_linear(self, norm: Norm | None, weight: Weight, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
         return _after_norm(norm, weight.scheme.linear(weight, bias))
 
-    def norm_gated(self, norm: Norm | None, gate: Gate) -> Callable[[Hidden], Tensor]:
+    def norm_gated(self, norm: Norm | None, gate: GatedWeights) -> Callable[[Hidden], Tensor]:
         biases = gate.gate_bias, gate.up_bias
         return _after_norm(norm, gate.gate.scheme.gated(gate.gate, gate.up, biases, gate.activation))
 

@@ -26,7 +26,7 @@ from gapless.models.weights import DummyWeights, GGUFWeights, SafetensorsWeights
 logger = logging.getLogger(__name__)
 
 LoadFormat = Literal["auto", "dummy"]
-Progress = Callable[[int, int], None]  # tensors read so far, of how many
+LoadProgress = Callable[[int, int], None]  # tensors read so far, of how many
 _MAX_NAMED = 5
 _CHECKED_AT_ONCE = 2**24
 
@@ -48,7 +48,7 @@ def load_model(
     seed: int = 0,
     max_positions: int | None = None,
     layers: Layers = PLAIN,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
 ) -> CausalLM:
     """Reads weights one at a time onto the device; `seed` counts for dummy weights, which need no weight files."""
     read = open_weights(
@@ -66,7 +66,7 @@ def open_weights(
     device: torch.device,
     load_format: LoadFormat = "auto",
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
 ) -> ReadWeight:
     """All weights are there and have the config's shapes; the function reads one by its name."""
     expected = weight_shapes(config)
@@ -116,7 +116,7 @@ class _Reader:
         num_total: int,
         dtype: torch.dtype,
         device: torch.device,
-        progress: Progress | None,
+        progress: LoadProgress | None,
         *,
         checks: bool,
     ) -> None:

@@ -101,7 +101,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-class Rotation:
+class RotaryRotation:
     """What one layer does to queries and keys before they meet: an optional norm of each head, then rope.
 
     Carries the layer's sinks too, where it has them.

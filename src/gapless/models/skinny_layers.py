@@ -19,7 +19,7 @@ from gapless.kernels.fused import rms_norm, silu_mul
 from gapless.kernels.products import Workspace, embed, product, tiling_for
 from gapless.kernels.tilings import MAX_ROWS
 from gapless.models.config import ModelConfig
-from gapless.models.layers import Gate, Hidden, Norm
+from gapless.models.layers import GatedWeights, Hidden, Norm
 from gapless.models.spec import Feature, lacking
 from gapless.models.weight import Weight
 
@@ -64,7 +64,7 @@ class SkinnyLayers:
         assert norm is not None
         return SkinnyNormed(norm, weight.dense(), bias, self._workspace, self._plain, fused=self._fused)
 
-    def norm_gated(self, norm: Norm | None, gate: Gate) -> Callable[[Hidden], Tensor]:
+    def norm_gated(self, norm: Norm | None, gate: GatedWeights) -> Callable[[Hidden], Tensor]:
         assert norm is not None
         bias = None if gate.gate_bias is None or gate.up_bias is None else torch.cat((gate.gate_bias, gate.up_bias))
         both = torch.cat((gate.gate.dense(), gate.up.dense()))

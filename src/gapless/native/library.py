@@ -30,7 +30,7 @@ PARTS = (
 )  # model.h has the same list
 
 
-class Shape(Structure):
+class CShape(Structure):
     """model.h"""
 
     _fields_ = [
@@ -67,7 +67,7 @@ class Sizes(Structure):
     _fields_ = [(name, c_int32) for name in ("max_tokens", "max_samples", "num_threads")]
 
 
-class Sections(Structure):
+class CSections(Structure):
     """step.cpp"""
 
     _fields_ = [
@@ -77,12 +77,12 @@ class Sections(Structure):
 
 
 SIGNATURES: dict[str, tuple[object, list[object]]] = {  # result, arguments
-    "gapless_model": (c_void_p, [POINTER(Shape), c_int32]),
+    "gapless_model": (c_void_p, [POINTER(CShape), c_int32]),
     "gapless_set_matrix": (None, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
     "gapless_set_vector": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
     "gapless_drop_model": (None, [c_void_p]),
     "gapless_engine": (c_void_p, [c_void_p, *(POINTER(x) for x in (Cache, Rows, Rotary, Sizes))]),
-    "gapless_step": (c_int32, [c_void_p, c_void_p, POINTER(Sections), c_void_p, c_void_p]),
+    "gapless_step": (c_int32, [c_void_p, c_void_p, POINTER(CSections), c_void_p, c_void_p]),
     "gapless_predict": (c_int32, [c_void_p, c_int32, c_int32, c_void_p]),
     "gapless_drop_engine": (None, [c_void_p]),
 }

@@ -29,7 +29,7 @@ GAIN = 0.97  # of our time at most: what is closer may be noise, and ours takes 
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AttentionChoice:
     """The attentions that run, and why."""
 
     decode: str
@@ -72,7 +72,7 @@ def _why_not(name: str, options: EngineOptions, config: ModelConfig, dtype: torc
 
 def make_attention(
     own: TritonAttention, num_heads: int, limits: Limits, names: Sequence[str], measure: Measure
-) -> tuple[Attention, Choice]:
+) -> tuple[Attention, AttentionChoice]:
     """The attention to use of these names, and what was chosen; our own comes first where there is a choice."""
 
     @cache
@@ -86,7 +86,7 @@ def make_attention(
 
     for_chunks = [name for name in names if name == OWN or LIBRARIES[name].has_chunks] or [OWN]
     if len(names) == 1:
-        choice = Choice(names[0], for_chunks[0], "the only candidate")
+        choice = AttentionChoice(names[0], for_chunks[0], "the only candidate")
     else:
         choice = _contest(names, for_chunks, Trials(own.pools, num_heads, limits), make, measure)
     try:
@@ -102,7 +102,7 @@ def _contest(
     trials: Trials,
     make: Callable[[str, str], Attention],
     measure: Measure,
-) -> Choice:
+) -> AttentionChoice:
     own = make(OWN, OWN)
 
     def times(attention: Attention, trials: Sequence[Trial]) -> list[float]:
@@ -112,7 +112,7 @@ def _contest(
     decode, figures = fastest(names, lambda name: times(make(name, OWN), decodes))
     chunk, more = fastest(for_chunks, lambda name: times(make(OWN, name), chunks))
     trials.wipe()
-    return Choice(decode, chunk, f"decode rows: {figures}; chunks: {more}")
+    return AttentionChoice(decode, chunk, f"decode rows: {figures}; chunks: {more}")
 
 
 def fastest(names: Sequence[str], seconds: Callable[[str], Sequence[float]]) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import torch
 
 from gapless.attention.base import Attention, AttentionBatch, Span
 from gapless.core.limits import Limits
-from gapless.models.rope import Rotation
+from gapless.models.rope import RotaryRotation
 
 AGREEMENT = 0.02  # of the output's norm: several times the rounding of bfloat16
 MAX_LAYERS = 16
@@ -30,7 +30,7 @@ class Trial:
 
     batch: AttentionBatch
     heads: torch.Tensor  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-    rotation: Rotation
+    rotation: RotaryRotation
     num_layers: int
 
     def seconds(self, attention: Attention, own: Attention, measure: Measure) -> float:
@@ -108,7 +108,7 @@ class Trials:
             chunks=spans,
         )
         head_dim = self._pools[0].shape[2]
-        turns = Rotation(self._random(len(slots), 2, head_dim), None, 1e-6)  # by anything: both sides turn alike
+        turns = RotaryRotation(self._random(len(slots), 2, head_dim), None, 1e-6)  # by anything: both sides turn alike
         return Trial(batch, self._random(len(slots), self._num_heads, head_dim), turns, len(self._pools))
 
     def _blocks(self, num_rows: int, used: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from gapless.device import open_device
 from gapless.device.base import Device
 from gapless.models.source import ModelSource
 from gapless.runner.kits import kit_for
-from gapless.runner.kits.base import Built, LoadedModel, Progress, Resolved, Settings, WeightOptions
+from gapless.runner.kits.base import BuildProgress, Built, LoadedModel, Resolved, Settings, WeightOptions
 from gapless.runner.logprobs import score
 from gapless.runner.memory import shortage_named
 from gapless.runner.native import NativeModel
@@ -26,7 +26,7 @@ __all__ = ["Built", "assemble", "build", "load"]
 
 
 @shortage_named("the model")
-def build(options: EngineOptions, source: ModelSource, progress: Progress | None = None) -> Built:
+def build(options: EngineOptions, source: ModelSource, progress: BuildProgress | None = None) -> Built:
     """Load the model and lay out its memory. `progress(done, total)` counts weights, then graphs."""
     settings = settle(options, read_config(source))
     device = open_device(settings.device_name, seed=options.interleave, check=options.check)
@@ -40,7 +40,11 @@ def build(options: EngineOptions, source: ModelSource, progress: Progress | None
 
 
 def load(
-    options: EngineOptions, source: ModelSource, settings: Settings, device: Device, progress: Progress | None = None
+    options: EngineOptions,
+    source: ModelSource,
+    settings: Settings,
+    device: Device,
+    progress: BuildProgress | None = None,
 ) -> LoadedModel:
     """The model, with its weights on the device."""
     if options.num_threads is not None:
@@ -56,7 +60,7 @@ def load(
     return kit_for(settings.device_name).load(source, settings, weights)
 
 
-def assemble(device: Device, model: LoadedModel, resolved: Resolved, progress: Progress | None = None) -> Built:
+def assemble(device: Device, model: LoadedModel, resolved: Resolved, progress: BuildProgress | None = None) -> Built:
     """A runner for a loaded model, with rows and KV memory of its own."""
     return kit_for(resolved.device_name).assemble(device, model, resolved, progress)
 

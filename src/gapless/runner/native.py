@@ -147,7 +147,7 @@ class NativeRunner:
         if len(plan.block_copies):
             self._copy_blocks(unpack(packed_plan, sections).block_copies)
         is_whole = not (plan.needs or plan.num_scores)  # the call does all of it
-        counts = native.Sections(
+        counts = native.CSections(
             sections.num_decodes,
             sections.num_chunk_tokens,
             sections.num_chunks,
@@ -200,9 +200,9 @@ def _check(status: int) -> None:
         raise RuntimeError(f"the plan holds {FAILURES[status]}")
 
 
-def _shape(config: ModelConfig) -> native.Shape:
+def _shape(config: ModelConfig) -> native.CShape:
     layer = config.layers[0]
-    return native.Shape(
+    return native.CShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_layers=config.num_layers,

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from gapless.server.messages import Message
+from gapless.server.messages import WireMessage
 
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 2**20
@@ -36,7 +36,7 @@ class ChildChannel(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         frame = encode(self._encoder, message)
         try:
             with self._lock:
@@ -73,7 +73,7 @@ class ParentChannel(Generic[T]):
         reader, writer = await asyncio.open_unix_connection(sock=sock, limit=2**20)
         return cls(reader, writer, kind)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         """Queue a message; one to a side that is gone is dropped."""
         if not self._writer.is_closing():
             self._writer.write(encode(self._encoder, message))
@@ -91,7 +91,7 @@ class ParentChannel(Generic[T]):
             self._writer.close()
 
 
-def encode(encoder: msgspec.msgpack.Encoder, message: Message) -> bytes:
+def encode(encoder: msgspec.msgpack.Encoder, message: WireMessage) -> bytes:
     """A message as a frame."""
     frame = bytearray(HEADER.size)
     encoder.encode_into(message, frame, HEADER.size)

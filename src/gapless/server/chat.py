@@ -13,7 +13,7 @@ from gapless.server.generation import Choice, Generation, Piece
 from gapless.server.logprobs import TokenTexts, tell_logprobs, tell_prompt_logprobs
 from gapless.server.neutral import refuse_unsupported
 from gapless.server.protocol import ChatRequest, TokenizeRequest
-from gapless.server.service import Plan, Service
+from gapless.server.service import PromptPlan, Service
 from gapless.server.sse import DONE, event
 from gapless.server.usage import StreamUsage, usage
 
@@ -121,7 +121,7 @@ async def answer_chat(service: Service, body: ChatRequest, client: str) -> ChatA
     max_tokens = service.room_for(prompt, wanted, param="messages")
     scores = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None, "prompt_logprobs": body.prompt_logprobs}
     params = service.params(body, max_tokens, body.stop, **scores)
-    plan = Plan(prompt, params, tells_all=bool(body.return_token_ids), by_default=wanted is None)
+    plan = PromptPlan(prompt, params, tells_all=bool(body.return_token_ids), by_default=wanted is None)
     generation = service.start([plan], body.n, body.timeout, client)
     return ChatAnswer(generation, body, model, service.token_texts(body.return_tokens_as_token_ids))
 

@@ -13,7 +13,7 @@ from gapless.server.generation import Choice, Generation, Piece
 from gapless.server.logprobs import TokenTexts, prompt_starts, tell_completion_logprobs, tell_prompt_logprobs
 from gapless.server.neutral import refuse_unsupported
 from gapless.server.protocol import CompletionRequest
-from gapless.server.service import Plan, Service
+from gapless.server.service import PromptPlan, Service
 from gapless.server.sse import DONE, event
 from gapless.server.usage import StreamUsage, usage
 
@@ -116,7 +116,7 @@ async def answer_completion(service: Service, body: CompletionRequest, client: s
     for prompt in prompts:
         max_tokens = max(1, service.room_for(prompt, max(1, wanted), param="prompt"))
         scores = {"logprobs": body.logprobs, "prompt_logprobs": _num_of_prompt(body)}
-        plans.append(Plan(prompt, service.params(body, max_tokens, body.stop, **scores), shows_tokens=wanted > 0))
+        plans.append(PromptPlan(prompt, service.params(body, max_tokens, body.stop, **scores), shows_tokens=wanted > 0))
     texts = [await service.decode(prompt) for prompt in prompts] if body.echo else []
     echoes = [text for text in texts for _ in range(body.n or 1)]
     generation = service.start(plans, body.n, body.timeout, client)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from gapless.server.errors import ApiError
-from gapless.server.protocol import Message
+from gapless.server.protocol import MessageBody
 
 # Fields that label a client's own records.
 LABELS = frozenset(("name", "cache_control", "annotations"))
@@ -21,7 +21,7 @@ ITEM_FIELDS = LABELS | {"type", "role", "content", "id", "status"}
 Talk = list[dict[str, Any]]
 
 
-def check_message(message: Message, where: str, template: str) -> None:
+def check_message(message: MessageBody, where: str, template: str) -> None:
     """Raise ApiError for a field of a chat message, or of its parts, that the template does not read."""
     extra = message.model_extra or {}
     read = [name for name in extra if re.search(rf"\b{re.escape(name)}\b", template)]
@@ -30,7 +30,7 @@ def check_message(message: Message, where: str, template: str) -> None:
         _check_part(part, f"{where}.content.{index}")
 
 
-def last_words(messages: Sequence[Message]) -> str:
+def last_words(messages: Sequence[MessageBody]) -> str:
     """The text of the last message, if it is the assistant's."""
     message = messages[-1]
     if message.role != "assistant" or message.content is None:

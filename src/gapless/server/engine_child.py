@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gapless.child import spawn
 from gapless.server.channel import Disconnected, ParentChannel
-from gapless.server.messages import FromEngine, Message
+from gapless.server.messages import FromEngine, WireMessage
 
 STARTED_BYTES = 8
 
@@ -51,7 +51,7 @@ class EngineChild:
         asyncio.get_running_loop().add_reader(self._started_fd, self._read_started)
         self._channel = await ParentChannel.open(self._socket, FromEngine)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         """One to a process that is gone is dropped."""
         if self._channel is not None:
             self._channel.send(message)

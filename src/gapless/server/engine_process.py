@@ -36,24 +36,24 @@ from gapless.models.source import resolve
 from gapless.pipeline.engine import Engine, Monitor
 from gapless.server.channel import ChildChannel, Disconnected
 from gapless.server.messages import (
-    Abort,
-    Close,
+    AbortFlight,
+    CloseEngine,
+    EnginePulse,
     Failed,
+    LaneSpan,
+    LaneTimes,
     LoadFailed,
     Loading,
     Log,
     News,
     Over,
-    Ping,
+    PingLoop,
     Pong,
-    Pulse,
     ReadTimeline,
     Ready,
     Scores,
-    Span,
     Start,
-    Submit,
-    Timeline,
+    SubmitFlight,
     ToEngine,
     pack_scores,
 )
@@ -155,26 +155,26 @@ class EngineProcess:
         self._channel.send(describe(self._engine))
         for name, target in (("sender", self._send_news), ("pulse", self._send_pulses)):
             threading.Thread(target=_or_exit, args=(target,), name=f"gapless-{name}", daemon=True).start()
-        while not isinstance(message := self._channel.receive(), Close):
+        while not isinstance(message := self._channel.receive(), CloseEngine):
             self._handle(message)
 
     # -- main thread -------------------------------------------------------------------------------------------------
 
     def _handle(self, message: ToEngine) -> None:
         match message:
-            case Submit():
+            case SubmitFlight():
                 self._submit(message)
-            case Abort(id):
+            case AbortFlight(id):
                 if (request := self._requests.get(id)) is not None:
                     self._engine.abort(request.id)
-            case Ping(id):
+            case PingLoop(id):
                 self._engine.ping(partial(self._outbox.put, Pong(id)))
             case ReadTimeline(id, seconds):
-                self._channel.send(Timeline(id, *read_timeline(self._engine.monitor, seconds)))
+                self._channel.send(LaneTimes(id, *read_timeline(self._engine.monitor, seconds)))
             case _:
                 raise AssertionError(f"unexpected {type(message).__name__}")
 
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, message: SubmitFlight) -> None:
         prompt, generated = (np.frombuffer(data, "<i4") for data in (message.prompt, message.generated))
         try:
             request = self._engine.make_request(prompt, message.params, streams=True, generated=generated)
@@ -289,11 +289,11 @@ def describe(engine: Engine) -> Ready:
     )
 
 
-def read_pulse(engine: Engine, elapsed_s: float, idle_s: dict[str, float]) -> Pulse:
+def read_pulse(engine: Engine, elapsed_s: float, idle_s: dict[str, float]) -> EnginePulse:
     """A reading of everything, from outside the loop."""
     pulse, monitor = engine.pulse(), engine.monitor
     load = monitor.load()
-    return Pulse(
+    return EnginePulse(
         num_turns=pulse.num_turns,
         idle=pulse.idle,
         num_running=load.num_running,
@@ -321,7 +321,7 @@ def write_trace(engine: Engine) -> None:
         log.info("timeline: %s", files)
 
 
-def read_timeline(monitor: Monitor, seconds: float) -> tuple[float, dict[str, list[Span]]]:
+def read_timeline(monitor: Monitor, seconds: float) -> tuple[float, dict[str, list[LaneSpan]]]:
     """How many of the last seconds, and their lanes. Takes the interpreter lock from the loop's thread for a moment."""
     found = monitor.timeline_tail(seconds)
     return found["seconds"], {lane: [(-begin, -end, name) for begin, end, name, _ in found[lane]] for lane in LANES}

@@ -15,26 +15,26 @@ import msgspec
 from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
 
-Span = tuple[float, float, str]  # begin and end, in seconds before now, and what it was
+LaneSpan = tuple[float, float, str]  # begin and end, in seconds before now, and what it was
 Scores = bytes  # log-probabilities of a token, or of some in a row, packed: most of the time they are only passed on
 _encode_scores = msgspec.msgpack.Encoder().encode
 _decode_scores = msgspec.msgpack.Decoder(list[TokenLogprob | None]).decode
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages; the tag tells them apart."""
 
 
 # -- to the engine process ---------------------------------------------------------------------------------------------
 
 
-class Start(Message, frozen=True):
+class Start(WireMessage, frozen=True):
     """The first message: what to load."""
 
     options: dict[str, Any]  # fields of EngineOptions
 
 
-class Submit(Message, frozen=True):
+class SubmitFlight(WireMessage, frozen=True):
     """Run this. `generated` are tokens that an engine before this one already sampled."""
 
     id: int
@@ -43,30 +43,30 @@ class Submit(Message, frozen=True):
     params: SamplingParams  # with its seed
 
 
-class Abort(Message, frozen=True):
+class AbortFlight(WireMessage, frozen=True):
     id: int
 
 
-class Ping(Message, frozen=True):
+class PingLoop(WireMessage, frozen=True):
     id: int
 
 
-class ReadTimeline(Message, frozen=True):
+class ReadTimeline(WireMessage, frozen=True):
     id: int
     seconds: float
 
 
-class Close(Message, frozen=True):
+class CloseEngine(WireMessage, frozen=True):
     """End."""
 
 
-ToEngine = Start | Submit | Abort | Ping | ReadTimeline | Close
+ToEngine = Start | SubmitFlight | AbortFlight | PingLoop | ReadTimeline | CloseEngine
 
 
 # -- from the engine process -------------------------------------------------------------------------------------------
 
 
-class Loading(Message, frozen=True):
+class Loading(WireMessage, frozen=True):
     """How many tensors are loaded, of how many. Sent every fraction of a second by a thread that does not load."""
 
     done: int
@@ -74,13 +74,13 @@ class Loading(Message, frozen=True):
     processor_s: float = 0.0  # time that all threads have used, to a tenth: it stands still where loading is stuck
 
 
-class LoadFailed(Message, frozen=True):
+class LoadFailed(WireMessage, frozen=True):
     """The last message of an engine that could not start."""
 
     message: str
 
 
-class Ready(Message, frozen=True):
+class Ready(WireMessage, frozen=True):
     """The engine takes requests; what the API needs to know of it."""
 
     device: str
@@ -95,7 +95,7 @@ class Ready(Message, frozen=True):
     kv_bytes: int
 
 
-class Over(Message, frozen=True):
+class Over(WireMessage, frozen=True):
     """A request has ended."""
 
     id: int
@@ -105,7 +105,7 @@ class Over(Message, frozen=True):
     param: str | None = None  # what an invalid request is invalid for
 
 
-class News(Message, frozen=True):
+class News(WireMessage, frozen=True):
     """New tokens since the last message, in order, and after them the requests that ended."""
 
     ids: list[int]
@@ -115,11 +115,11 @@ class News(Message, frozen=True):
     prompt_logprobs: dict[int, list[Scores]] = {}  # by request, with its first token
 
 
-class Pong(Message, frozen=True):
+class Pong(WireMessage, frozen=True):
     id: int
 
 
-class Pulse(Message, frozen=True):
+class EnginePulse(WireMessage, frozen=True):
     """Sent every fraction of a second by a thread that is not the loop's."""
 
     num_turns: int
@@ -134,28 +134,28 @@ class Pulse(Message, frozen=True):
     idle_s: dict[str, float]  # of the device, by cause
 
 
-class Timeline(Message, frozen=True):
+class LaneTimes(WireMessage, frozen=True):
     """The last seconds of each lane."""
 
     id: int
     seconds: float  # fewer than asked for, where too much happened in them
-    lanes: dict[str, list[Span]]
+    lanes: dict[str, list[LaneSpan]]
 
 
-class Failed(Message, frozen=True):
+class Failed(WireMessage, frozen=True):
     """The engine's last words: a step raised, or the loop died. These requests were in it."""
 
     message: str
     suspects: list[int]
 
 
-class Log(Message, frozen=True):
+class Log(WireMessage, frozen=True):
     level: int
     logger: str
     message: str
 
 
-FromEngine = Loading | LoadFailed | Ready | News | Pong | Pulse | Timeline | Failed | Log
+FromEngine = Loading | LoadFailed | Ready | News | Pong | EnginePulse | LaneTimes | Failed | Log
 
 
 def pack_scores(scores: Sequence[TokenLogprob | None]) -> Scores:

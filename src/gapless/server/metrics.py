@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from gapless.server.messages import Pulse
+from gapless.server.messages import EnginePulse
 from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
 
@@ -36,7 +36,7 @@ class EngineTotals:
         self._before: Tally[tuple[str, str]] = Tally()
         self._now: dict[tuple[str, str], float] = {}
 
-    def observe(self, pulse: Pulse) -> None:
+    def observe(self, pulse: EnginePulse) -> None:
         now = {("stats", name): value for name, value in pulse.stats.items()}
         now |= {("ledger", reason): float(count) for reason, count in pulse.ledger.items()}
         self._now = now | {("idle", cause): seconds for cause, seconds in pulse.idle_s.items()}

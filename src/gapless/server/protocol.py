@@ -44,7 +44,7 @@ def _check_token_ids(value: object) -> object:
 
 
 _PromptType = str | list[str] | list[TokenId] | list[list[TokenId]]
-Prompt = Annotated[_PromptType, PlainValidator(_check_prompt, json_schema_input_type=_PromptType)]
+PromptBody = Annotated[_PromptType, PlainValidator(_check_prompt, json_schema_input_type=_PromptType)]
 TokenIds = Annotated[list[TokenId], PlainValidator(_check_token_ids, json_schema_input_type=list[TokenId])]
 
 
@@ -87,13 +87,13 @@ class Choosing(Sampling):
     return_tokens_as_token_ids: bool | None = Field(None, description='log-probabilities name tokens "token_id:5"')
 
 
-class Message(Body):
+class MessageBody(Body):
     role: str
     content: str | list[dict[str, Any]] | None = None
 
 
 class ChatRequest(Choosing):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[MessageBody] = Field(min_length=1)
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
@@ -103,7 +103,7 @@ class ChatRequest(Choosing):
 
 
 class CompletionRequest(Choosing):
-    prompt: Prompt
+    prompt: PromptBody
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
 
@@ -128,7 +128,7 @@ class ResponsesRequest(Sampling):
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[MessageBody] | None = None
     add_special_tokens: bool | None = Field(None, description="default: true")
     add_generation_prompt: bool | None = Field(None, description="default: true")
     continue_final_message: bool | None = None

@@ -17,7 +17,7 @@ from gapless.server.logprobs import TokenTexts, tell_logprobs
 from gapless.server.memory import Kept, Memory
 from gapless.server.neutral import refuse_unsupported
 from gapless.server.protocol import ResponsesRequest
-from gapless.server.service import Plan, Service
+from gapless.server.service import PromptPlan, Service
 from gapless.server.sse import event
 
 LOGPROBS = "message.output_text.logprobs"  # the one thing that can be included
@@ -167,7 +167,7 @@ async def answer_response(service: Service, body: ResponsesRequest, memory: Memo
     prompt = await service.encode_chat([*instructed, *talk], param="input")
     max_tokens = service.room_for(prompt, body.max_output_tokens, param="input")
     params = service.params(body, max_tokens, None, logprobs=logprobs)
-    plan = Plan(prompt, params, tells_all=False, by_default=body.max_output_tokens is None)
+    plan = PromptPlan(prompt, params, tells_all=False, by_default=body.max_output_tokens is None)
     generation = service.start([plan], None, body.timeout, client)
     return ResponseAnswer(generation, body, model, talk, memory, service.token_texts())
 

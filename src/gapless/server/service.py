@@ -24,7 +24,7 @@ from gapless.server.generation import Choice, Generation
 from gapless.server.logprobs import TokenTexts
 from gapless.server.messages import Ready
 from gapless.server.options import ServerOptions
-from gapless.server.protocol import Choosing, Message, Sampling
+from gapless.server.protocol import Choosing, MessageBody, Sampling
 from gapless.server.render_pool import RenderPool
 from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
@@ -40,7 +40,7 @@ NUM_HUGE_TEXTS = 2  # tokenized at the same time: each takes hundreds of bytes a
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PromptPlan:
     """One prompt to continue."""
 
     prompt: Sequence[int]
@@ -124,7 +124,7 @@ class Service:
             async with self._huge_texts if num_chars > HUGE_TEXT else contextlib.nullcontext():
                 return await asyncio.to_thread(tokens)
 
-    def chat_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def chat_messages(self, messages: Sequence[MessageBody]) -> list[dict[str, Any]]:
         """Messages as the template expects them. `developer` is a newer name of `system`. Raises ApiError."""
         template = (self.tokenizer.chat_template if self.tokenizer is not None else None) or ""
         for index, message in enumerate(messages):
@@ -252,7 +252,7 @@ class Service:
             message = f"{total} choices; the server allows {self.options.max_choices}"
             raise ApiError(400, message, param="n" if num_prompts == 1 else "prompt")
 
-    def start(self, plans: Sequence[Plan], n: int | None, timeout_s: float | None, client: str) -> Generation:
+    def start(self, plans: Sequence[PromptPlan], n: int | None, timeout_s: float | None, client: str) -> Generation:
         """Send prompts to the engine, each n times. Raises ApiError when there is no room for them."""
         count = n or 1
         self._admit(len(plans) * count, client)
@@ -269,7 +269,7 @@ class Service:
                 choices.append(self._choice(len(choices), plan, flight))
         return Generation(self.supervisor, choices, changed, asyncio.get_running_loop().time() + limit_s)
 
-    def _choice(self, index: int, plan: Plan, flight: Flight) -> Choice:
+    def _choice(self, index: int, plan: PromptPlan, flight: Flight) -> Choice:
         params = plan.params
         scored = params.logprobs is not None
         transcript = Transcript(self.tokenizer, params.stop, min_tokens=params.min_tokens, tells_starts=scored)

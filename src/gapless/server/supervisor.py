@@ -23,23 +23,23 @@ from gapless.errors import GaplessError
 from gapless.server.channel import Disconnected
 from gapless.server.engine_child import EngineChild, describe_exit
 from gapless.server.messages import (
-    Abort,
-    Close,
+    AbortFlight,
+    CloseEngine,
+    EnginePulse,
     Failed,
     FromEngine,
+    LaneTimes,
     LoadFailed,
     Loading,
     Log,
     News,
     Over,
-    Ping,
+    PingLoop,
     Pong,
-    Pulse,
     ReadTimeline,
     Ready,
     Start,
-    Submit,
-    Timeline,
+    SubmitFlight,
     pack_tokens,
 )
 from gapless.server.roster import Flight, Roster
@@ -68,10 +68,10 @@ class Supervisor:
         self.options = options
         self.roster = Roster(2 if options.depth == "auto" else options.depth)
         self.info: Ready | None = None  # of the latest engine that was ready
-        self.pulse: Pulse | None = None  # the latest, of the engine that runs
+        self.pulse: EnginePulse | None = None  # the latest, of the engine that runs
         self.num_restarts = 0
         self.on_over: list[Callable[[Flight], None]] = []
-        self.on_pulse: list[Callable[[Pulse], None]] = []
+        self.on_pulse: list[Callable[[EnginePulse], None]] = []
         self.on_crash: list[Callable[[], None]] = []
         self.loaded_share = 0.0  # of the tensors of the engine that is starting
         self.first_ready = asyncio.Event()
@@ -81,7 +81,7 @@ class Supervisor:
         self._closing = False
         self._num_flights = 0
         self._num_questions = 0
-        self._answers: dict[int, asyncio.Future[Pong | Timeline]] = {}
+        self._answers: dict[int, asyncio.Future[Pong | LaneTimes]] = {}
         self._child: EngineChild | None = None  # the latest
         self._blamed: Collection[int] = ()
         self._cause = ""
@@ -109,19 +109,21 @@ class Supervisor:
             sent = flight.sent
             self._end(Over(flight.id, reason))
             if sent:
-                self._send(Abort(flight.id))
+                self._send(AbortFlight(flight.id))
             self._send_due()
 
     async def ping(self, timeout_s: float) -> bool:
         """Whether the engine's loop answers."""
-        return await self._ask(Ping, timeout_s) is not None
+        return await self._ask(PingLoop, timeout_s) is not None
 
-    async def timeline(self, seconds: float, timeout_s: float) -> Timeline | None:
+    async def timeline(self, seconds: float, timeout_s: float) -> LaneTimes | None:
         """The last seconds of each lane, or None."""
         answer = await self._ask(lambda id: ReadTimeline(id, seconds), timeout_s)
-        return answer if isinstance(answer, Timeline) else None
+        return answer if isinstance(answer, LaneTimes) else None
 
-    async def _ask(self, question: Callable[[int], Ping | ReadTimeline], timeout_s: float) -> Pong | Timeline | None:
+    async def _ask(
+        self, question: Callable[[int], PingLoop | ReadTimeline], timeout_s: float
+    ) -> Pong | LaneTimes | None:
         if not self.is_ready:
             return None
         self._num_questions += 1
@@ -154,7 +156,7 @@ class Supervisor:
         self._closing = True
         for flight in self.roster:
             self._end(Over(flight.id, "abort"))
-        self._send(Close())
+        self._send(CloseEngine())
         if self._child is not None:
             deadline = time.monotonic() + (TRACE_S if self.options.trace else CLOSE_S)
             while self._child.is_alive and time.monotonic() < deadline:
@@ -235,7 +237,7 @@ class Supervisor:
         self._cause = overdue
         self.kill()
 
-    def _observe(self, pulse: Pulse) -> None:
+    def _observe(self, pulse: EnginePulse) -> None:
         self.pulse = pulse
         self._watchdog.see_pulse(pulse)
         for callback in self.on_pulse:
@@ -243,7 +245,7 @@ class Supervisor:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def _send(self, message: Start | Submit | Abort | Ping | ReadTimeline | Close) -> None:
+    def _send(self, message: Start | SubmitFlight | AbortFlight | PingLoop | ReadTimeline | CloseEngine) -> None:
         if self._child is not None:
             self._child.send(message)
 
@@ -253,15 +255,15 @@ class Supervisor:
                 params = dataclasses.replace(flight.params, stop=())
                 if flight.tokens:  # its prompt's log-probabilities came with the first of them
                     params = dataclasses.replace(params, prompt_logprobs=None)
-                self._send(Submit(flight.id, pack_tokens(flight.prompt), flight.tokens.tobytes(), params))
+                self._send(SubmitFlight(flight.id, pack_tokens(flight.prompt), flight.tokens.tobytes(), params))
 
     def _take(self, message: FromEngine) -> None:
         match message:
             case News():
                 self._take_news(message)
-            case Pulse():
+            case EnginePulse():
                 self._observe(message)
-            case Pong(id) | Timeline(id):
+            case Pong(id) | LaneTimes(id):
                 if (answer := self._answers.get(id)) is not None and not answer.done():
                     answer.set_result(message)
             case Ready():
@@ -295,7 +297,7 @@ class Supervisor:
                 self._end(over)
         if in_quarantine:
             if (heard := self.roster.due_back()) is not None:
-                self._send(Abort(heard.id))
+                self._send(AbortFlight(heard.id))
             self._send_due()
 
     def _end(self, over: Over) -> None:

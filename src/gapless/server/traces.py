@@ -14,7 +14,7 @@ from typing import Any
 from starlette.types import Scope
 
 log = logging.getLogger(__name__)
-Span = AbstractContextManager[Any]
+TraceSpan = AbstractContextManager[Any]
 
 
 class Traces:
@@ -24,7 +24,7 @@ class Traces:
         self._provider: Any = _provider() if endpoint else None
         self._tracer: Any = self._provider.get_tracer("gapless") if self._provider is not None else None
 
-    def span(self, scope: Scope, request_id: str) -> Span:
+    def span(self, scope: Scope, request_id: str) -> TraceSpan:
         """A block that is one span, given to it; or None where there are no traces."""
         if self._tracer is None:
             return contextlib.nullcontext()
@@ -42,11 +42,11 @@ class Traces:
             self._provider.shutdown()
 
 
-def _server_span(tracer: Any, name: str, headers: dict[str, str], attributes: dict[str, str]) -> Span:
+def _server_span(tracer: Any, name: str, headers: dict[str, str], attributes: dict[str, str]) -> TraceSpan:
     from opentelemetry.propagate import extract
     from opentelemetry.trace import SpanKind
 
-    span: Span = tracer.start_as_current_span(name, extract(headers), SpanKind.SERVER, attributes)
+    span: TraceSpan = tracer.start_as_current_span(name, extract(headers), SpanKind.SERVER, attributes)
     return span
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gapless.server.messages import Loading, Pulse
+from gapless.server.messages import EnginePulse, Loading
 
 
 class Watchdog:
@@ -42,7 +42,7 @@ class Watchdog:
         if sign != self._last_sign:
             self._move(sign)
 
-    def see_pulse(self, pulse: Pulse) -> None:
+    def see_pulse(self, pulse: EnginePulse) -> None:
         if pulse.idle or pulse.num_turns != self._last_sign:
             self._move(pulse.num_turns)
 

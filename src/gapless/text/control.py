@@ -22,7 +22,7 @@ _IN_NO_VOCABULARY = "\U0010fffe"  # a noncharacter
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TextSpan:
     """A special token in a text: its id and its characters."""
 
     id: int
@@ -56,13 +56,13 @@ class ControlTokens:
         normalize = self._normalizer.normalize_str
         return {char for char in set(text) if not self._marks.isdisjoint(char + normalize(char))}
 
-    def find(self, text: str) -> list[Span]:
+    def find(self, text: str) -> list[TextSpan]:
         """The special tokens that an encoding of the text would contain, in order."""
         found = _encode(self._finder, text)
         pairs = zip(found.ids, found.offsets, strict=True)
-        return [Span(self._id_of[id], *offsets) for id, offsets in pairs if id in self._id_of]
+        return [TextSpan(self._id_of[id], *offsets) for id, offsets in pairs if id in self._id_of]
 
-    def encode_around(self, text: str, spans: Sequence[Span], originals: Mapping[int, str]) -> list[int]:
+    def encode_around(self, text: str, spans: Sequence[TextSpan], originals: Mapping[int, str]) -> list[int]:
         """Encode the spans as special tokens, and the rest as plain text after `str.translate(originals)`."""
         ends = [0, *(span.end for span in spans)]
         starts = [*(span.start for span in spans), len(text)]

@@ -42,7 +42,7 @@ class TemplateSource:
     eos_token: str | None = None
 
 
-class Disconnected(Exception):
+class RendererGone(Exception):
     """The other side is gone."""
 
 
@@ -60,7 +60,7 @@ class Frames:
         except TimeoutError:
             raise
         except OSError as error:
-            raise Disconnected from error
+            raise RendererGone from error
 
     def receive(self, *, deadline: float | None = None) -> Any:
         """The next value. Raises TimeoutError at the deadline, a time of the monotonic clock."""
@@ -77,12 +77,12 @@ class Frames:
                 self._socket.settimeout(_left(deadline))
                 data = self._socket.recv(_READ_BYTES)
                 if not data:
-                    raise Disconnected
+                    raise RendererGone
                 self._read += data
         except TimeoutError:
             raise
         except OSError as error:
-            raise Disconnected from error
+            raise RendererGone from error
 
     def close(self) -> None:
         self._socket.close()
@@ -125,7 +125,7 @@ class RenderProcess:
         question = _question(conversations)
         with self._lock:
             for _ in range(2):  # it may have died while idle: only a second death is caused by this rendering
-                with contextlib.suppress(Disconnected):
+                with contextlib.suppress(RendererGone):
                     return _texts(self._ask(question))
         raise InvalidRequest("the chat template could not be rendered", "messages")
 
@@ -168,7 +168,7 @@ class RenderProcess:
         try:
             frames.receive(deadline=time.monotonic() + START_S)
         except TimeoutError:
-            raise Disconnected from None
+            raise RendererGone from None
         return frames
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ def main(fd: int) -> None:
     become_child()
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     frames = Frames(socket.socket(fileno=fd))
-    with contextlib.suppress(Disconnected):
+    with contextlib.suppress(RendererGone):
         source = TemplateSource(**frames.receive())
         frames.send(pack("up"))
         while True:

@@ -27,7 +27,7 @@ from gapless.runner.fill import Filled
 from gapless.runner.kv_store import KVStore
 from gapless.runner.native import NativeModel
 
-Progress = Callable[[int, int], None]
+BuildProgress = Callable[[int, int], None]
 LoadedModel = CausalLM | NativeModel
 
 
@@ -105,7 +105,7 @@ class WeightOptions(TypedDict):
     load_format: LoadFormat
     seed: int
     max_positions: int
-    progress: Progress | None
+    progress: BuildProgress | None
 
 
 class BatchRunner(Protocol):
@@ -145,7 +145,7 @@ class Kit(Protocol):
     def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
         """The model, with its weights on the device."""
 
-    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: Progress | None) -> Built:
+    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: BuildProgress | None) -> Built:
         """A runner for a loaded model, with rows and KV memory of its own."""
 
 

@@ -15,9 +15,9 @@ from gapless.models.layers import PlainLayers
 from gapless.models.loader import LoadFormat, load_model, open_weights
 from gapless.models.source import ModelSource
 from gapless.runner.kits.base import (
+    BuildProgress,
     Built,
     LoadedModel,
-    Progress,
     Resolved,
     Settings,
     WeightOptions,
@@ -61,7 +61,7 @@ class CpuKit:
             return load_native(source, settings.model, **weights)
         return load_model(source, settings.model, **weights)
 
-    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: Progress | None) -> Built:
+    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: BuildProgress | None) -> Built:
         config, limits = resolved.model, resolved.limits
         kv = make_kv_store(device, resolved, heads_first=True)  # the reference gathers the KV cache head by head
         if isinstance(model, NativeModel):
@@ -81,7 +81,7 @@ def load_native(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     max_positions: int | None = None,
-    progress: Progress | None = None,
+    progress: BuildProgress | None = None,
 ) -> NativeModel:
     """The model for native steps; no second copy of its weights remains."""
     read = open_weights(

@@ -28,9 +28,9 @@ from gapless.runner.attention_choice import candidates, make_attention
 from gapless.runner.draw import pick
 from gapless.runner.graphs import GraphRunner
 from gapless.runner.kits.base import (
+    BuildProgress,
     Built,
     LoadedModel,
-    Progress,
     Resolved,
     Settings,
     WeightOptions,
@@ -65,7 +65,7 @@ class CudaKit:
         layers = make_layers(weights["device"], settings.dtype, batch_invariant=settings.batch_invariant)
         return load_model(source, settings.model, layers=layers, **weights)
 
-    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: Progress | None) -> Built:
+    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: BuildProgress | None) -> Built:
         assert not isinstance(model, NativeModel)
         limits = resolved.limits
         kv = make_kv_store(device, resolved, heads_first=False)
