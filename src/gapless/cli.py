@@ -94,14 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     info = _command(commands, "info", "show device, data types, KV cache and limits", _info)
     add_engine_options(info, without=("trace", "record"))
 
-    check = _command(commands, "check", "check that asynchronous and synchronous batching give the same tokens", _check)
-    check.add_argument("--prompts", metavar="FILE", help="prompts as for run; default: a few built-in ones")
-    check.add_argument("--steps", type=int, default=8, help="most tokens to generate for each prompt (default: 8)")
-    check.add_argument("--seeds", type=int, default=20, help="random schedules, each at depth 1, 2, 3 (default: 20)")
-    check.add_argument("--json", metavar="FILE", help="write the counts to this file as JSON")
-    check.add_argument("--save", metavar="FILE", default="gapless-check.json", help="file for a failing schedule")
-    check.add_argument("--replay", metavar="FILE", help="replay a failing schedule, and nothing else")
-    add_engine_options(check, only=CHECK_OPTIONS)
+    _add_check(commands)
 
     serve = _command(commands, "serve", "serve the model over HTTP, with the OpenAI API", _serve)
     from gapless.commands.serve import add_arguments as add_server_options
@@ -111,6 +104,17 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_benchmarks(commands)
     return parser
+
+
+def _add_check(commands: Any) -> None:
+    check = _command(commands, "check", "check that asynchronous and synchronous batching give the same tokens", _check)
+    check.add_argument("--prompts", metavar="FILE", help="prompts as for run; default: a few built-in ones")
+    check.add_argument("--steps", type=int, default=8, help="most tokens to generate for each prompt (default: 8)")
+    check.add_argument("--seeds", type=int, default=20, help="random schedules, each at depth 1, 2, 3 (default: 20)")
+    check.add_argument("--json", metavar="FILE", help="write the counts to this file as JSON")
+    check.add_argument("--save", metavar="FILE", default="gapless-check.json", help="file for a failing schedule")
+    check.add_argument("--replay", metavar="FILE", help="replay a failing schedule, and nothing else")
+    add_engine_options(check, only=CHECK_OPTIONS)
 
 
 def _add_traces(commands: Any) -> None:

@@ -20,7 +20,7 @@ class Bench:
         self.device = device
         self.x = device.buffer("x", (1,), torch.int32, host=True)
         self.y = device.buffer("y", (1,), torch.int32, host=True)
-        self.h2d, self.compute, self.d2h = device.h2d, device.compute, device.d2h
+        self.h2d, self.compute, self.d2h = device.stream("h2d"), device.stream("compute"), device.stream("d2h")
 
     def read(self, who: Stream | None, buffer: Buffer | None = None) -> None:
         self._do(who, "read", reads=(buffer or self.x,))

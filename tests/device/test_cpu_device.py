@@ -43,7 +43,7 @@ def hold(gate: threading.Event) -> Callable[[], None]:
 
 def finish(device: Device) -> None:
     """Wait for all that was queued on the three streams."""
-    for stream in (device.h2d, device.compute, device.d2h):
+    for stream in (device.stream("h2d"), device.stream("compute"), device.stream("d2h")):
         event = device.event(f"end of {stream.name}")
         stream.record(event)
         event.synchronize()
@@ -52,7 +52,7 @@ def finish(device: Device) -> None:
 def test_a_stream_runs_in_order(device: Device) -> None:
     log: Log = []
     for number in range(50):
-        device.compute.run(note(log, str(number)), "note")
+        device.stream("compute").run(note(log, str(number)), "note")
     finish(device)
     assert log == [str(number) for number in range(50)]
 
@@ -61,10 +61,10 @@ def test_a_wait_holds_the_other_stream_until_the_record(device: Device) -> None:
     for _ in range(20):
         log: Log = []
         event = device.event("over")
-        device.h2d.run(note(log, "copy"), "copy")
-        device.h2d.record(event)
-        device.compute.wait(event)
-        device.compute.run(note(log, "compute"), "compute")
+        device.stream("h2d").run(note(log, "copy"), "copy")
+        device.stream("h2d").record(event)
+        device.stream("compute").wait(event)
+        device.stream("compute").run(note(log, "compute"), "compute")
         finish(device)
         assert log == ["copy", "compute"]
 
@@ -73,8 +73,8 @@ def test_synchronize_holds_the_host_until_the_record(device: Device) -> None:
     log: Log = []
     event = device.event("over")
     for number in range(3):
-        device.d2h.run(note(log, str(number)), "note")
-    device.d2h.record(event)
+        device.stream("d2h").run(note(log, str(number)), "note")
+    device.stream("d2h").record(event)
     event.synchronize()
     assert log == ["0", "1", "2"]
     assert event.query()
@@ -85,8 +85,8 @@ def test_an_event_that_was_never_recorded_holds_nobody(device: Device) -> None:
     event = device.event("never")
     event.synchronize()
     assert event.query()
-    device.compute.wait(event)
-    device.compute.run(note(log, "ran"), "note")
+    device.stream("compute").wait(event)
+    device.stream("compute").run(note(log, "ran"), "note")
     finish(device)
     assert log == ["ran"]
 
@@ -94,12 +94,12 @@ def test_an_event_that_was_never_recorded_holds_nobody(device: Device) -> None:
 def test_a_wait_queued_before_the_record_does_not_wait_for_it(threaded: CpuDevice) -> None:
     gate, log = threading.Event(), []
     event = threaded.event("late")
-    threaded.compute.wait(event)  # nothing recorded yet
-    threaded.compute.run(note(log, "ran"), "note")
-    threaded.h2d.run(hold(gate), "hold")
-    threaded.h2d.record(event)
+    threaded.stream("compute").wait(event)  # nothing recorded yet
+    threaded.stream("compute").run(note(log, "ran"), "note")
+    threaded.stream("h2d").run(hold(gate), "hold")
+    threaded.stream("h2d").record(event)
     end = threaded.event("end")
-    threaded.compute.record(end)
+    threaded.stream("compute").record(end)
     end.synchronize()
     assert log == ["ran"]
     gate.set()
@@ -109,12 +109,12 @@ def test_a_waiter_keeps_the_record_that_it_saw(threaded: CpuDevice) -> None:
     """Recorded again, the event has a new point; who waited for the old one is not held by the new one."""
     gate, log = threading.Event(), []
     event, end = threaded.event("twice"), threaded.event("end")
-    threaded.h2d.record(event)
-    threaded.compute.wait(event)
-    threaded.h2d.run(hold(gate), "hold")
-    threaded.h2d.record(event)
-    threaded.compute.run(note(log, "ran"), "note")
-    threaded.compute.record(end)
+    threaded.stream("h2d").record(event)
+    threaded.stream("compute").wait(event)
+    threaded.stream("h2d").run(hold(gate), "hold")
+    threaded.stream("h2d").record(event)
+    threaded.stream("compute").run(note(log, "ran"), "note")
+    threaded.stream("compute").record(end)
     end.synchronize()
     assert (log, event.query()) == (["ran"], False)
     gate.set()
@@ -126,11 +126,11 @@ def test_synchronize_means_the_latest_record(threaded: CpuDevice) -> None:
     log: Log = []
     gate = threading.Event()
     event = threaded.event("twice")
-    threaded.h2d.record(event)
+    threaded.stream("h2d").record(event)
     event.synchronize()
-    threaded.h2d.run(hold(gate), "hold")
-    threaded.h2d.run(note(log, "ran"), "note")
-    threaded.h2d.record(event)
+    threaded.stream("h2d").run(hold(gate), "hold")
+    threaded.stream("h2d").run(note(log, "ran"), "note")
+    threaded.stream("h2d").record(event)
     assert not event.query()
     gate.set()
     event.synchronize()
@@ -141,10 +141,10 @@ def test_streams_run_beside_each_other_and_the_host(threaded: CpuDevice) -> None
     """Each side waits for the other: without overlap this would stand still."""
     host, stream = threading.Event(), threading.Event()
     event = threaded.event("over")
-    threaded.h2d.run(hold(host), "wait for the host")
-    threaded.h2d.run(stream.set, "tell compute")
-    threaded.compute.run(hold(stream), "wait for h2d")
-    threaded.compute.record(event)
+    threaded.stream("h2d").run(hold(host), "wait for the host")
+    threaded.stream("h2d").run(stream.set, "tell compute")
+    threaded.stream("compute").run(hold(stream), "wait for h2d")
+    threaded.stream("compute").record(event)
     assert not event.query()
     host.set()
     event.synchronize()
@@ -160,8 +160,8 @@ def boom() -> None:
 
 def test_an_error_reaches_the_host_at_synchronize(device: Device) -> None:
     event = device.event("over")
-    device.compute.run(boom, "boom")
-    device.compute.record(event)
+    device.stream("compute").run(boom, "boom")
+    device.stream("compute").record(event)
     with pytest.raises(Boom, match="on the stream"):
         event.synchronize()
 
@@ -169,11 +169,11 @@ def test_an_error_reaches_the_host_at_synchronize(device: Device) -> None:
 def test_an_error_skips_what_follows_it_up_to_the_record(device: Device) -> None:
     log: Log = []
     event, later = device.event("over"), device.event("later")
-    device.compute.run(boom, "boom")
-    device.compute.run(note(log, "skipped"), "note")
-    device.compute.record(event)
-    device.compute.run(note(log, "next step"), "note")
-    device.compute.record(later)
+    device.stream("compute").run(boom, "boom")
+    device.stream("compute").run(note(log, "skipped"), "note")
+    device.stream("compute").record(event)
+    device.stream("compute").run(note(log, "next step"), "note")
+    device.stream("compute").record(later)
     later.synchronize()
     assert log == ["next step"]
     with pytest.raises(Boom):
@@ -186,14 +186,14 @@ def test_an_error_travels_with_the_events(device: Device) -> None:
     steps = []
     for step in (1, 2):
         h2d, compute, d2h = (device.event(f"{name} {step}") for name in ("h2d", "compute", "d2h"))
-        device.h2d.run(boom if step == 1 else note(log, "in"), "in")
-        device.h2d.record(h2d)
-        device.compute.wait(h2d)
-        device.compute.run(note(log, f"compute {step}"), "compute")
-        device.compute.record(compute)
-        device.d2h.wait(compute)
-        device.d2h.run(note(log, f"out {step}"), "out")
-        device.d2h.record(d2h)
+        device.stream("h2d").run(boom if step == 1 else note(log, "in"), "in")
+        device.stream("h2d").record(h2d)
+        device.stream("compute").wait(h2d)
+        device.stream("compute").run(note(log, f"compute {step}"), "compute")
+        device.stream("compute").record(compute)
+        device.stream("d2h").wait(compute)
+        device.stream("d2h").run(note(log, f"out {step}"), "out")
+        device.stream("d2h").record(d2h)
         steps.append(d2h)
     with pytest.raises(Boom):
         steps[0].synchronize()
@@ -204,10 +204,10 @@ def test_an_error_travels_with_the_events(device: Device) -> None:
 def test_close_runs_what_was_queued_first(device: Device) -> None:
     log: Log = []
     event = device.event("over")
-    device.h2d.run(note(log, "in"), "in")
-    device.h2d.record(event)
-    device.compute.wait(event)
-    device.compute.run(note(log, "compute"), "compute")
+    device.stream("h2d").run(note(log, "in"), "in")
+    device.stream("h2d").record(event)
+    device.stream("compute").wait(event)
+    device.stream("compute").run(note(log, "compute"), "compute")
     device.close()
     assert log == ["in", "compute"]
 
@@ -215,8 +215,10 @@ def test_close_runs_what_was_queued_first(device: Device) -> None:
 def test_close_ends_the_threads() -> None:
     before = set(threading.enumerate())
     device = CpuDevice()
+    streams = [device.stream(name) for name in ("h2d", "offload", "h2d")]  # a name is a stream, made once
     started = set(threading.enumerate()) - before
-    assert sorted(thread.name for thread in started) == ["gapless-compute", "gapless-d2h", "gapless-h2d"]
+    assert sorted(thread.name for thread in started) == ["gapless-h2d", "gapless-offload"]
+    assert streams[0] is streams[2]
     device.close()
     assert not any(thread.is_alive() for thread in started)
 
@@ -224,7 +226,7 @@ def test_close_ends_the_threads() -> None:
 def test_a_device_with_a_seed_has_no_threads() -> None:
     before = threading.active_count()
     device = CpuDevice(seed=1)
-    device.compute.run(lambda: None, "nothing")
+    device.stream("compute").run(lambda: None, "nothing")
     assert threading.active_count() == before
 
 
@@ -233,7 +235,7 @@ def trace(seed: int) -> Log:
     log: Log = []
     device = CpuDevice(seed=seed)
     for number in range(12):
-        for stream in (device.h2d, device.compute, device.d2h):
+        for stream in (device.stream("h2d"), device.stream("compute"), device.stream("d2h")):
             stream.run(note(log, f"{stream.name} {number}"), "note")
     device.close()
     assert len(log) == 36
@@ -257,7 +259,7 @@ def test_streams_without_an_event_overtake_each_other() -> None:
     for seed in range(40):
         log: Log = []
         device = CpuDevice(seed=seed)
-        for stream in (device.h2d, device.compute):
+        for stream in (device.stream("h2d"), device.stream("compute")):
             stream.run(note(log, stream.name), "note")
         device.close()
         seen.add(tuple(log))
@@ -270,7 +272,7 @@ def test_a_seeded_device_runs_work_late_and_early() -> None:
     for seed in range(20):
         log: Log = []
         device = CpuDevice(seed=seed)
-        device.compute.run(note(log, "ran"), "note")
+        device.stream("compute").run(note(log, "ran"), "note")
         seen.add(len(log))
         device.close()
     assert seen == {0, 1}
@@ -279,10 +281,10 @@ def test_a_seeded_device_runs_work_late_and_early() -> None:
 def test_a_timer_sees_work_and_not_waiting(threaded: CpuDevice) -> None:
     gate = threading.Event()
     event, timer = threaded.event("over"), threaded.timer()
-    threaded.h2d.run(timer.around(H2D, hold(gate)), "hold")
-    threaded.h2d.record(event)
-    threaded.compute.wait(event)
-    threaded.compute.run(timer.around(COMPUTE, lambda: None), "nothing")
+    threaded.stream("h2d").run(timer.around(H2D, hold(gate)), "hold")
+    threaded.stream("h2d").record(event)
+    threaded.stream("compute").wait(event)
+    threaded.stream("compute").run(timer.around(COMPUTE, lambda: None), "nothing")
     threading.Timer(0.2, gate.set).start()
     finish(threaded)
     h2d_begin, h2d_end, begin, end, *d2h = timer.read()
@@ -295,7 +297,7 @@ def test_a_timer_sees_the_end_of_work_that_raises() -> None:
     device = CpuDevice(driver=InlineDriver())
     timer = device.timer()
     for part in (COMPUTE, D2H):
-        device.compute.run(timer.around(part, lambda: 1 // 0), "boom")  # the second is skipped
+        device.stream("compute").run(timer.around(part, lambda: 1 // 0), "boom")  # the second is skipped
     times = timer.read()
     assert times[2] <= times[3]
     assert math.isnan(times[4])
@@ -305,10 +307,10 @@ def test_the_inline_driver_runs_at_once() -> None:
     log: Log = []
     device = CpuDevice(driver=InlineDriver())
     event = device.event("over")
-    device.h2d.run(note(log, "in"), "in")
+    device.stream("h2d").run(note(log, "in"), "in")
     assert log == ["in"]
-    device.h2d.record(event)
-    device.compute.wait(event)
+    device.stream("h2d").record(event)
+    device.stream("compute").wait(event)
     event.synchronize()
     device.close()
 

@@ -22,8 +22,8 @@ def test_tokens_do_not_depend_on_delays(depth: int) -> None:
 def test_delays_are_queued_on_the_stream_and_not_on_the_host() -> None:
     device = CpuDevice()
     over = device.event("over")
-    device.compute.pause(0.2)
-    device.compute.record(over)
+    device.stream("compute").pause(0.2)
+    device.stream("compute").record(over)
     assert not over.query()
     over.synchronize()
     device.close()

@@ -19,7 +19,7 @@ import torch
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray
-from gapless.device.base import Buffer, Device, Event, Stream
+from gapless.device.base import STREAMS, Buffer, Device, Event, Stream
 from gapless.pipeline.executor import LocalExecutor, StepRunner, Ticket
 from gapless.runner.fill import Filled
 
@@ -66,13 +66,14 @@ class ScriptedDevice:
         self._inner = inner
         self._script: Script = []
         self.torch_device, self.num_cores = inner.torch_device, inner.num_cores
-        self.h2d, self.compute, self.d2h = (ScriptedStream(name, self._script) for name in ("h2d", "compute", "d2h"))
+        self._streams = {name: ScriptedStream(name, self._script) for name in STREAMS}
+        self.stream = self._streams.__getitem__
         self.event, self.buffer, self.touch, self.close = inner.event, inner.buffer, inner.touch, inner.close
         self.release, self.kv_budget, self.timer = inner.release, inner.kv_budget, inner.timer
 
     def play(self, edit: Edit) -> None:
         for line in edit(list(self._script)):
-            line.play(getattr(self._inner, line.stream))
+            line.play(self._inner.stream(line.stream))
         self._script.clear()
 
 

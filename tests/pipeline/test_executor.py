@@ -117,7 +117,7 @@ def test_a_step_that_raises_while_it_is_queued_fails_at_collect(
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(device.compute, "run", run_at_once)
+        patch.setattr(device.stream("compute"), "run", run_at_once)
         ticket = executor.launch(plans[0])
     with pytest.raises(StepFailed, match="step 1 failed on the device: out of memory"):
         executor.collect(ticket)

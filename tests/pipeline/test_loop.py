@@ -167,3 +167,22 @@ def test_an_error_that_is_no_failed_step_ends_the_loop() -> None:
     loop.executor = Broken(LIMITS)
     with pytest.raises(KeyError, match="our bug"):
         loop.run(2)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_when_every_request_is_held_the_loop_waits_for_news(depth: int) -> None:
+    request = make_request("a", [1, 2], LIMITS, max_tokens=6)
+    loop = Loop(request)
+
+    def admit(idle: bool) -> bool:
+        loop.admit(idle)
+        if len(loop.idle) == 3:
+            loop.scheduler.hold("a", "a mask")
+        elif idle and len(loop.idle) > 3:  # nothing is in flight, and nobody else can run
+            loop.scheduler.release("a")
+        return loop.scheduler.has_requests
+
+    loop.run(depth, admit)
+    assert loop.results() == {"a": truth(request)}
+    assert loop.idle[3:].count(True) == 1
+    assert loop.scheduler.holds.counts["a mask"] >= 1

@@ -71,6 +71,11 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def can_run(self) -> bool:
+        """Whether some request is not held."""
+        return len(self._requests) > len(self.holds)
+
     def add(self, request: Request) -> None:
         """Queue a request. One that could never run is refused here, with the numbers."""
         check_fits(request, self.limits)

@@ -61,6 +61,7 @@ class Stream(Protocol):
         """Queue a delay. For checks with different timing."""
 
 
+STREAMS = ("h2d", "compute", "d2h")  # copies in, the model, copies out
 H2D, COMPUTE, D2H = range(3)  # the parts of a step, as a timer numbers them
 NEVER = float("nan")
 
@@ -79,22 +80,13 @@ class Timer(Protocol):
 
 
 class Device(Protocol):
-    """Three streams and the memory they work on."""
+    """Streams and the memory they work on."""
 
     torch_device: torch.device
     num_cores: int  # that work on a kernel at the same time
 
-    @property
-    def h2d(self) -> Stream:
-        """Copies in."""
-
-    @property
-    def compute(self) -> Stream:
-        """The model."""
-
-    @property
-    def d2h(self) -> Stream:
-        """Copies out."""
+    def stream(self, name: str) -> Stream:
+        """The stream of this name, made when it is first asked for. A step uses those of STREAMS."""
 
     def event(self, name: str) -> Event:
         """Make an event."""

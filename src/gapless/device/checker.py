@@ -200,6 +200,7 @@ class CheckedDevice(WrappedDevice):
             tensor.fill_(POISON)
             return
         over = self._inner.event("poisoned")
-        self._inner.h2d.run(lambda: _fill(tensor), "poison")
-        self._inner.h2d.record(over)
+        h2d = self._inner.stream("h2d")
+        h2d.run(lambda: _fill(tensor), "poison")
+        h2d.record(over)
         over.synchronize()

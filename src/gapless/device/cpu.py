@@ -227,20 +227,19 @@ class InlineDriver(Driver):
 
 
 class CpuDevice:
-    """Three streams on a CPU. Without a driver or a seed, each stream gets a thread."""
+    """Streams on a CPU. Without a driver or a seed, each stream gets a thread."""
 
     def __init__(self, seed: int | None = None, driver: Driver | None = None) -> None:
         self.torch_device = torch.device("cpu")
         self.num_cores = torch.get_num_threads()
         self._driver = driver or (Driver() if seed is None else SeededDriver(seed))
-        self.h2d: Stream = self._stream("h2d")
-        self.compute: Stream = self._stream("compute")
-        self.d2h: Stream = self._stream("d2h")
+        self._streams: dict[str, CpuStream] = {}
 
-    def _stream(self, name: str) -> CpuStream:
-        stream = CpuStream(name, self._driver.submit)
-        self._driver.add(stream)
-        return stream
+    def stream(self, name: str) -> Stream:
+        if name not in self._streams:
+            stream = self._streams[name] = CpuStream(name, self._driver.submit)
+            self._driver.add(stream)
+        return self._streams[name]
 
     def event(self, name: str) -> CpuEvent:
         return CpuEvent(name, self._driver.wait)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gapless.device.base import COMPUTE, D2H, H2D, NEVER, Buffer, Event, Stream
+from gapless.device.base import COMPUTE, D2H, H2D, NEVER, STREAMS, Buffer, Event
 
 ANCHOR_TRIES = 8
 RESERVE_BYTES = 6 * 2**30  # for captured graphs, the libraries' workspaces, and what the allocator cannot use
@@ -153,21 +153,22 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         torch.cuda.set_device(index)
         self.torch_device = torch.device("cuda", index)
-        streams = [CudaStream(name) for name in ("h2d", "compute", "d2h")]
-        self.h2d: Stream = streams[H2D]
-        self.compute: Stream = streams[COMPUTE]
-        self.d2h: Stream = streams[D2H]
-        self._streams = [stream.inner for stream in streams]
+        self._streams: dict[str, CudaStream] = {}
         self._clock: CudaClock | None = None
         self.num_cores = torch.cuda.get_device_properties(index).multi_processor_count
+
+    def stream(self, name: str) -> CudaStream:
+        if name not in self._streams:
+            self._streams[name] = CudaStream(name)
+        return self._streams[name]
 
     def event(self, name: str) -> CudaEvent:
         return CudaEvent(name)
 
     def timer(self) -> CudaTimer:
         if self._clock is None:
-            self._clock = CudaClock(self._streams[COMPUTE])
-        return CudaTimer(self._clock, self._streams)
+            self._clock = CudaClock(self.stream(STREAMS[COMPUTE]).inner)
+        return CudaTimer(self._clock, [self.stream(name).inner for name in STREAMS])
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
         if host:

@@ -19,9 +19,13 @@ class WrappedDevice:
         self._inner = inner
         self.torch_device = inner.torch_device
         self.num_cores = inner.num_cores
-        self.h2d = wrap(inner.h2d)
-        self.compute = wrap(inner.compute)
-        self.d2h = wrap(inner.d2h)
+        self._wrap = wrap
+        self._wrapped: dict[str, Stream] = {}
+
+    def stream(self, name: str) -> Stream:
+        if name not in self._wrapped:
+            self._wrapped[name] = self._wrap(self._inner.stream(name))
+        return self._wrapped[name]
 
     def event(self, name: str) -> Event:
         return self._inner.event(name)

@@ -16,7 +16,7 @@ import torch
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray
-from gapless.device.base import COMPUTE, D2H, H2D, Buffer, Device
+from gapless.device.base import COMPUTE, D2H, H2D, STREAMS, Buffer, Device
 from gapless.errors import GaplessError, StepFailed
 from gapless.pipeline.slot import Slot, make_slot
 from gapless.runner.fill import Filled, capacity, result_capacity
@@ -69,6 +69,7 @@ class LocalExecutor:
         self, device: Device, runner: StepRunner, limits: Limits, num_slots: int, recorder: Recorder = UNRECORDED
     ) -> None:
         self._device = device
+        self._h2d_stream, self._compute_stream, self._d2h_stream = map(device.stream, STREAMS)
         self._recorder = recorder
         self._runner = runner
         sizes = capacity(limits), result_capacity(limits)
@@ -97,10 +98,10 @@ class LocalExecutor:
         def copy() -> None:
             slot.device_in.tensor[:size].copy_(slot.host_in.tensor[:size], non_blocking=True)
 
-        h2d, label = self._device.h2d, f"copy in {filled.plan.step}"
+        h2d, label = self._h2d_stream, f"copy in {filled.plan.step}"
         h2d.run(slot.timer.around(H2D, copy), label, reads=(slot.host_in,), writes=(slot.device_in,))
         h2d.record(slot.h2d_over)
-        self._device.compute.wait(slot.h2d_over)
+        self._compute_stream.wait(slot.h2d_over)
 
     def _compute(self, filled: Filled, slot: Slot) -> Exception | None:
         """Queue the model's part; returns what it raised, on devices that run it at once."""
@@ -109,7 +110,7 @@ class LocalExecutor:
         def step() -> None:
             runner.step(filled, slot.device_in.tensor[:size], slot.device_out.tensor)
 
-        compute, label = self._device.compute, f"compute {filled.plan.step}"
+        compute, label = self._compute_stream, f"compute {filled.plan.step}"
         reads = (slot.device_in,) if size else ()
         try:
             timed = slot.timer.around(COMPUTE, step)
@@ -127,7 +128,7 @@ class LocalExecutor:
         def copy() -> None:
             slot.host_out.tensor[:count].copy_(slot.device_out.tensor[:count], non_blocking=True)
 
-        d2h, label = self._device.d2h, f"copy out {plan.step}"
+        d2h, label = self._d2h_stream, f"copy out {plan.step}"
         d2h.wait(slot.compute_over)
         d2h.run(slot.timer.around(D2H, copy), label, reads=(slot.device_out,), writes=(slot.host_out,))
         d2h.record(slot.d2h_over)

@@ -49,7 +49,7 @@ def run_loop(
     mark = recorder.mark
     in_flight: deque[Ticket] = deque()
     more = True  # once `admit` says no, it is not asked again: idle, it would wait for ever
-    while (more := more and admit(not in_flight and not scheduler.has_requests)) or in_flight:
+    while (more := more and admit(not in_flight and not scheduler.can_run)) or in_flight:
         mark(SCHEDULE)
         plan = scheduler.schedule()
         if plan is not None:
@@ -57,13 +57,13 @@ def run_loop(
             depth.observe(plan)
         elif in_flight:
             recorder.dry(*why_dry(scheduler))
-        assert in_flight or not scheduler.has_requests, "requests are here, and nothing can run"
+        assert in_flight or not scheduler.can_run, "requests are here, and nothing can run"
         num_due = 1 if plan is None else len(in_flight) - depth.depth + 1
         for _ in range(min(num_due, len(in_flight))):
             commit = settle(scheduler, executor, in_flight.popleft(), recorder)
             mark(DELIVER)
             deliver(commit)
-        mark(ADMIT if in_flight or scheduler.has_requests else IDLE)
+        mark(ADMIT if in_flight or scheduler.can_run else IDLE)
 
 
 def settle(scheduler: Scheduler, executor: Executor, ticket: Ticket, recorder: Recorder = UNRECORDED) -> Commit:
@@ -79,6 +79,8 @@ def settle(scheduler: Scheduler, executor: Executor, ticket: Ticket, recorder: R
 
 def why_dry(scheduler: Scheduler) -> tuple[int, str]:
     """Why nothing could be planned while a step is in flight: nobody waits, or for memory, or for a row."""
+    if scheduler.holds:
+        return DRY_DONE, "requests are held"
     if scheduler.num_waiting == 0:
         return DRY_DONE, "everything is in flight"
     return (DRY_MEMORY, "no free block") if scheduler.rows.num_free else (DRY_ROWS, "no free row")

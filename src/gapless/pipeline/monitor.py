@@ -55,6 +55,7 @@ class Monitor:
     def ledger(self) -> dict[str, int]:
         """How often a fast path was missed or overlap reduced, by reason."""
         found = {**self._built.runner.ledger, **self._recorder.ledger}  # copied at once: the loop may add a reason
+        found |= {f"held: {reason}": count for reason, count in dict(self._scheduler.holds.counts).items()}
         if self._depth.num_reduced:
             found["depth reduced"] = self._depth.num_reduced
         return found

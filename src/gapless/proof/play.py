@@ -140,7 +140,7 @@ class Player:
 
     def _make_executor(self, cast: Cast, make: MakeExecutor) -> Executor:
         junk = poison_of(cast.layers[0].dtype) if self._watch.conflicts else JUNK
-        self._device.compute.run(lambda: forget(cast, junk), "forget", writes=cast.runner.buffers)
+        self._device.stream("compute").run(lambda: forget(cast, junk), "forget", writes=cast.runner.buffers)
         runner = Failing(cast.runner, self._schedule.failures)
         depth = self._schedule.depth
         if not self._watch.conflicts:
