@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gapless import LLM, SamplingParams
-from gapless.garbage import left_out
+from gapless.garbage import heap_frozen
 from tiny import CPU
 
 
@@ -41,7 +41,7 @@ def by_hand() -> Iterator[None]:
 
 def test_what_exists_is_left_out_and_comes_back(by_hand: None) -> None:
     before = weakref.ref(Ring())
-    with left_out():
+    with heap_frozen():
         new = weakref.ref(Ring())
         gc.collect()
         assert before() is not None
@@ -52,9 +52,9 @@ def test_what_exists_is_left_out_and_comes_back(by_hand: None) -> None:
 
 
 def test_what_is_made_meanwhile_is_collected_whoever_comes_in(by_hand: None) -> None:
-    with left_out():
+    with heap_frozen():
         new = weakref.ref(Ring())
-        with left_out():
+        with heap_frozen():
             gc.collect()
             assert new() is None
         assert gc.get_freeze_count() > 1000
@@ -65,12 +65,12 @@ def test_the_last_thread_to_leave_gives_back() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def stay() -> None:
-        with left_out():
+        with heap_frozen():
             inside.set()
             leave.wait(60)
 
     thread = threading.Thread(target=stay)
-    with left_out():
+    with heap_frozen():
         thread.start()
         inside.wait(60)
     assert gc.get_freeze_count() > 1000
@@ -82,7 +82,7 @@ def test_the_last_thread_to_leave_gives_back() -> None:
 def test_what_the_program_froze_stays_frozen() -> None:
     gc.freeze()
     count = gc.get_freeze_count()
-    with left_out():
+    with heap_frozen():
         assert gc.get_freeze_count() <= count
     assert count - 100 <= gc.get_freeze_count() <= count
 

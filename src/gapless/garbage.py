@@ -26,7 +26,7 @@ def collect_rarely() -> None:
 
 
 @contextmanager
-def left_out() -> Iterator[None]:
+def heap_frozen() -> Iterator[None]:
     """In someone's program: what exists now is left out of collections until this ends, in all threads that are in it.
 
     Not for generators: one that is never finished, in a cycle of references, would be left out itself. What is made

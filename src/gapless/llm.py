@@ -16,7 +16,7 @@ from gapless.client import Client, Completion, Delta, Job, Message, Prompt, chec
 from gapless.core.outcome import Finished, Progress
 from gapless.core.params import SamplingParams
 from gapless.errors import InvalidRequest
-from gapless.garbage import left_out
+from gapless.garbage import heap_frozen
 from gapless.pipeline.engine import Engine, Stats
 from gapless.progress import progress_bar
 from gapless.text.tokenizer import Tokenizer
@@ -143,7 +143,7 @@ class LLM:
             for i, pair in enumerate(zip(prompts, params, strict=True))
         ]
         results: dict[int, Completion] = {}
-        with left_out(), progress_bar("generating", total=len(jobs), unit="prompt") as bar:
+        with heap_frozen(), progress_bar("generating", total=len(jobs), unit="prompt") as bar:
             for number, completion in self.run(enumerate(jobs)):
                 results[number] = completion
                 bar.advance(1, len(completion.token_ids))

@@ -15,7 +15,7 @@ from gapless.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
 from gapless.errors import ConfigError, InvalidRequest, OutputError
-from gapless.garbage import left_out
+from gapless.garbage import heap_frozen
 from gapless.llm import LLM
 from gapless.part_file import Record
 from gapless.pipeline.engine import derive_seed
@@ -125,7 +125,7 @@ def _generate(
             tally.add(record)
             bar.advance(1, record.get("num_tokens", 0))
 
-        with left_out():
+        with heap_frozen():
             for index, completion in llm.run(_jobs(llm, todo, sampling, keep)):
                 keep(result_record(by_index[index], completion, token_ids=token_ids))
         return meter.summary()

@@ -14,7 +14,7 @@ from gapless.commands.run import prepare
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
 from gapless.errors import InvalidRequest
-from gapless.garbage import left_out
+from gapless.garbage import heap_frozen
 from gapless.llm import LLM
 from gapless.progress import progress_bar
 from gapless.prompt_file import Line, read_prompts
@@ -78,7 +78,7 @@ def _record(options: EngineOptions, lines: Sequence[Line], sampling: Mapping[str
         llm.generate([0], WARM_UP)  # what only a first step pays is not traced
         meter = OverlapMeter(llm.engine.monitor)
         tokens, errors, is_whole = {}, {}, False
-        with contextlib.suppress(KeyboardInterrupt), left_out():
+        with contextlib.suppress(KeyboardInterrupt), heap_frozen():
             for index, completion in llm.run(jobs):
                 tokens[index] = completion.token_ids
                 if completion.error is not None:

@@ -48,10 +48,10 @@ class PrefixSharing:
         """The plan computes tokens of this row too."""
         if not self.enabled:
             return
-        start = int(self._rows.num_chained[row]) * self._size
+        start = int(self._rows.num_registered[row]) * self._size
         end = start + self._size
         if end <= self._rows.num_tokens[row]:
-            self._computing[int(self._rows.chain[row]), self._rows.tokens[row, start:end].tobytes()] = row
+            self._computing[int(self._rows.prefix_entry[row]), self._rows.tokens[row, start:end].tobytes()] = row
 
     def should_wait(self, request: Request, num_found: int, entry: int) -> bool:
         """Whether a row of the plan computes so many of the request's tokens, beyond those found below `entry`."""
@@ -70,7 +70,7 @@ class PrefixSharing:
 
     def adopt(self, row: int, num_blocks: int, entry: int) -> None:
         """The row begins with blocks that were found."""
-        self._rows.chain[row], self._rows.num_chained[row] = entry, num_blocks
+        self._rows.prefix_entry[row], self._rows.num_registered[row] = entry, num_blocks
 
     def register(self, row: int) -> None:
         """Let others find the row's blocks that are full of facts and written by a planned or launched step."""
@@ -78,10 +78,12 @@ class PrefixSharing:
             return
         rows, size = self._rows, self._size
         full = min(int(rows.cursor[row]), int(rows.num_tokens[row])) // size
-        for index in range(rows.num_chained[row], full):
+        for index in range(rows.num_registered[row], full):
             tokens = rows.tokens[row, index * size : (index + 1) * size]
-            rows.chain[row] = self._pool.index.insert(rows.chain[row], tokens, int(rows.blocks[row, index]))
-        rows.num_chained[row] = max(full, rows.num_chained[row])
+            rows.prefix_entry[row] = self._pool.index.insert(
+                rows.prefix_entry[row], tokens, int(rows.blocks[row, index])
+            )
+        rows.num_registered[row] = max(full, rows.num_registered[row])
 
     def register_full(self, rows: IntArray, num_tokens: LongArray) -> None:
         """The same for those of the rows whose last known token begins a new block."""
@@ -91,7 +93,7 @@ class PrefixSharing:
 
     def check(self, rows: Iterable[int]) -> None:
         """Assert that nobody can find a block whose tokens nobody knows yet."""
-        assert all(self._rows.num_chained[row] * self._size <= self._rows.num_tokens[row] for row in rows)
+        assert all(self._rows.num_registered[row] * self._size <= self._rows.num_tokens[row] for row in rows)
 
 
 def findable(request: Request) -> IntArray:

@@ -106,8 +106,8 @@ class RowTable:
         self.num_logprobs = np.full(num_rows, -1, np.int64)  # likeliest tokens requested with each sample; -1: none
         self.blocks = np.zeros((num_rows, self.max_blocks), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int64)
-        self.chain: list[int] = [0] * num_rows  # prefix-index entry of the last registered block
-        self.num_chained: list[int] = [0] * num_rows  # blocks registered so far
+        self.prefix_entry: list[int] = [0] * num_rows  # prefix-index entry of the last registered block
+        self.num_registered: list[int] = [0] * num_rows  # blocks registered so far
         self.request: list[Request | None] = [None] * num_rows
         self.num_scoring = 0  # requests with log-probabilities of any kind
         self._free = list(range(num_rows - 1, -1, -1))
@@ -133,7 +133,7 @@ class RowTable:
         self.num_wide += bool(self.width[row] > 1)
         self.needs[row] = write_seat(self.seats[row], request)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.chain[row] = self.num_chained[row] = 0
+        self.prefix_entry[row] = self.num_registered[row] = 0
         self.request[row] = request
         self.num_scoring += request.wants_scores
         request.row = row

@@ -90,7 +90,7 @@ class Recorder:
         self._thread = 0
         self._lock = threading.Lock()  # of all below, and of taking entries out of the columns
         self._folds: deque[Fold] = deque(maxlen=None if kept_steps is None else -(-kept_steps // FOLD_STEPS))
-        self._idle, self._told = np.zeros(len(CAUSES)), np.zeros(len(CAUSES))
+        self._idle, self._reported = np.zeros(len(CAUSES)), np.zeros(len(CAUSES))
         self._since = self.began  # the compute stream's last end, of folded steps
         self._kept_from = self.began  # the same, of folds that are no longer kept
         gc.callbacks.append(self._on_gc)
@@ -217,8 +217,8 @@ class Recorder:
             total = self._idle + attribute(fold.steps, fold.marks, fold.collections, self._since).sum(axis=0)
             total[NOTHING] += self._waiting(fold)
             # a wait counts while it lasts, and again once the step after it is known: in between it must not vanish
-            self._told = np.maximum(self._told, total)
-            return {name: float(seconds) for name, seconds in zip(CAUSES, self._told, strict=True)}
+            self._reported = np.maximum(self._reported, total)
+            return {name: float(seconds) for name, seconds in zip(CAUSES, self._reported, strict=True)}
 
     def _waiting(self, fold: Fold) -> float:
         """How long there has been nothing to run: a wait for requests that has not ended yet."""
