@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,3 +73,14 @@ def test_packing_keeps_no_second_copy() -> None:
     del weight
     assert alive() is None
     assert linear(torch.ones(1, 64)).shape == (1, 64)
+
+
+def test_weights_of_different_schemes_are_never_stacked() -> None:
+    """The integers of a quantized weight would pass for numbers of the other."""
+
+    class OtherScheme(type(PLAIN_SCHEME)):  # type: ignore[misc]
+        name = "other"
+
+    weight = plain(torch.ones(2, 3))
+    with pytest.raises(AssertionError, match="different schemes"):
+        stacked([weight, replace(weight, scheme=OtherScheme())])

@@ -36,7 +36,7 @@ def test_the_engine_equals_transformers(tmp_path: Path, reference: Any, depth: i
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=3, prompt_logprobs=3)
     with LLM(tmp_path, device="cpu", dtype="float32", max_batch_tokens=16, depth=depth) as llm:
         found = llm.generate(prompts, params)
-        assert llm.engine.ledger()["no native call: sliding windows"] > 0
+        assert llm.engine.monitor.ledger()["no native call: sliding windows"] > 0
     for done in found:
         tokens = [*done.prompt_token_ids, *done.token_ids]
         with torch.inference_mode():

@@ -47,9 +47,9 @@ def test_an_engine_of_kernels_gives_the_tokens_of_torch(tiny_dir: Path, on_cpu: 
         expected = [item.token_ids for item in llm.generate(PROMPTS, GREEDY)]
     with LLM(tiny_dir, **CPU | {"device": "cuda"}, **options, batch_invariant=batch_invariant) as llm:
         assert [item.token_ids for item in llm.generate(PROMPTS, GREEDY)] == expected
-        assert llm.engine.attention() == "attention: triton (the only candidate)"
+        assert llm.engine.monitor.attention() == "attention: triton (the only candidate)"
         assert llm.engine.resolved.device_name == "cuda"
-        assert llm.engine.ledger()["no graph: prefill"] > 0
+        assert llm.engine.monitor.ledger()["no graph: prefill"] > 0
 
 
 def test_defaults(tiny_dir: Path) -> None:

@@ -70,7 +70,7 @@ def test_an_engine_runs_on_a_kit_of_its_own(tiny_dir: Path) -> None:
     with LLM(tiny_dir, device="null", kv_memory="1MiB", depth=2) as llm:
         found = llm.generate([[1, 2, 3]] * 5, SamplingParams(max_tokens=4, ignore_eos=True))
         assert [list(item.token_ids) for item in found] == [[ANSWER] * 4] * 5
-        assert llm.engine.ledger()["nothing computed"] > 0
+        assert llm.engine.monitor.ledger()["nothing computed"] > 0
         assert llm.engine.resolved.device_name == "null"
 
 

@@ -48,10 +48,11 @@ class CausalLM:
             DecoderLayer(spec, index, ropes.index(spec.attention.rope), LayerReader(names, index, read), layers)
             for index, spec in enumerate(config.layers)
         ]
-        self.norm = layers.norm(make_norm(read(f"{names.last_norm}.weight").dense(), config.last_norm))
+        last_norm = read(f"{names.last_norm}.weight").dense()
+        self.norm = layers.norm(make_norm(last_norm, config.last_norm))
         self.head = layers.linear(table if config.tie_embeddings else read(f"{names.head}.weight"))
         num_positions = max_positions or config.max_position_embeddings
-        where = table.data.dtype, table.data.device
+        where = last_norm.dtype, last_norm.device  # a matrix may be stored in a different dtype
         self.rotary = [RotaryTable(rope, config.head_dim, num_positions, *where) for rope in ropes]
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: AttendLayer) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from gapless.models.config import ModelConfig
 from gapless.models.spec import Feature, lacking
-from gapless.models.weight import GatedLinear, Linear, Weight
+from gapless.models.weight import GatedLinear, Linear, Weight, shared_scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,8 @@ class PlainLayers:
 
     def norm_gated(self, norm: Norm | None, gate: GatedWeights) -> Callable[[Hidden], Tensor]:
         biases = gate.gate_bias, gate.up_bias
-        return _after_norm(norm, gate.gate.scheme.gated(gate.gate, gate.up, biases, gate.activation))
+        scheme = shared_scheme((gate.gate, gate.up))
+        return _after_norm(norm, scheme.gated(gate.gate, gate.up, biases, gate.activation))
 
     def add_linear(
         self, weight: Weight, bias: Tensor | None, norm: Norm | None = None

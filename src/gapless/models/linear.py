@@ -63,7 +63,7 @@ class PlainGated:
     def __init__(
         self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, activation: str
     ) -> None:
-        self.activate = _ACTIVATIONS[activation]
+        self.activate = ACTIVATIONS[activation]
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
         self.both = PlainLinear(torch.cat((gate, up)), bias)
 
@@ -115,7 +115,7 @@ def _packable_dtypes() -> list[torch.dtype]:
     return [torch.float32, *([torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 _POST_OPS = {"silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}  # of oneDNN, and their algorithm
 _PACKABLE = [("cpu", dtype) for dtype in _packable_dtypes()]
 _LINEARS: dict[tuple[str, torch.dtype], type[PackedLinear]] = dict.fromkeys(_PACKABLE, PackedLinear)

@@ -69,4 +69,11 @@ class GatedLinear(Protocol):
 
 def stacked(weights: Sequence[Weight]) -> Weight:
     """Weights of one scheme, one below the other."""
-    return weights[0].scheme.stacked(weights)
+    return shared_scheme(weights).stacked(weights)
+
+
+def shared_scheme(weights: Sequence[Weight]) -> Scheme:
+    """The scheme of all of them: the numbers of one scheme mean nothing to a different one."""
+    scheme = weights[0].scheme
+    assert all(weight.scheme is scheme for weight in weights), "weights of different schemes in one product"
+    return scheme
