@@ -1,7 +1,7 @@
 """The caller's side of the engine: from prompts to requests, from tokens to completions.
 
-What `LLM` and `AsyncLLM` share. Validates and tokenizes before the queue, builds text after it; both on the caller's
-thread, so that the loop's thread never touches text.
+The common part of `LLM` and `AsyncLLM`. Validates and tokenizes before the queue and builds text after it, both on the
+caller's thread, so that the loop's thread never touches text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What came of one prompt."""
+    """The result of one prompt."""
 
     text: str  # empty when the model has no tokenizer
     token_ids: tuple[int, ...]  # generated tokens, the stop token included

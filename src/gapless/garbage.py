@@ -1,7 +1,7 @@
-"""Keeps garbage collection out of the way of work.
+"""Keeps existing objects out of garbage collections during work.
 
-A full collection looks at all there is, and torch, Triton and a model are a few hundred thousand objects: some tenth of
-a second in which every thread stands still, and soon the GPU too. None of them is garbage while work goes on.
+A full collection visits every object, and torch, Triton and a model have a few hundred thousand. That takes about a
+tenth of a second, in which every thread stands still, and soon the GPU too. None of them is garbage during work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _is_ours = False  # what is frozen now: by us, or by the program we are part of
 
 
 def collect_rarely() -> None:
-    """For a process of our own: leave what lives for ever out of collections, and collect less often."""
+    """For a process of our own: keep long-lived objects out of collections, and collect less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(THRESHOLD, 20, 20)
@@ -27,10 +27,10 @@ def collect_rarely() -> None:
 
 @contextmanager
 def heap_frozen() -> Iterator[None]:
-    """In someone's program: what exists now is left out of collections until this ends, in all threads that are in it.
+    """In a user's program: existing objects stay out of collections until every thread has left this block.
 
-    Not for generators: one that is never finished, in a cycle of references, would be left out itself. What is made
-    meanwhile is collected as ever. A program that froze objects itself is left as it is.
+    Not for generators: one that is never finished, in a cycle of references, would stay out itself. New objects are
+    collected as usual. If the program froze objects itself, nothing changes.
     """
     global _num_inside, _is_ours
     with _lock:

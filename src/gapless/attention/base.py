@@ -15,7 +15,7 @@ import torch
 
 
 class Rotation(Protocol):
-    """What is done to queries and keys before they meet: an optional norm of each head, then rope; and the sinks."""
+    """The operations on queries and keys before attention: an optional norm of each head, then rope; and the sinks."""
 
     @property
     def cos_sin(self) -> torch.Tensor:

@@ -27,7 +27,7 @@ class ChunkView:
 
 @dataclass(frozen=True, slots=True)
 class DecodeView:
-    """What the decode rows gather, and what they may see of it."""
+    """The blocks that the decode rows gather, and the positions that they may see."""
 
     blocks: torch.Tensor  # [num_decodes * num_blocks]
     unseen: torch.Tensor  # [num_decodes, length, 1] bool: past a row's end, or before its window

@@ -13,7 +13,7 @@ from gapless.core.request import Request, RowTable
 
 
 class Holds:
-    """Who is held, and how many plans that has cost."""
+    """The held requests, and how many plans went without them."""
 
     def __init__(self, rows: RowTable) -> None:
         self._rows = rows

@@ -20,7 +20,7 @@ WORTH_A_STEP = 8  # blocks
 
 
 class PrefixSharing:
-    """What rows have in common. Where the cache is off, nothing."""
+    """The prefixes that rows share. Nothing is shared where the cache is off."""
 
     def __init__(self, rows: RowTable, pool: BlockPool, block_size: int, *, enabled: bool) -> None:
         self._rows = rows

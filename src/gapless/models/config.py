@@ -1,4 +1,4 @@
-"""What a model is made of: sizes, a spec for each layer, names of weights and end tokens, with nothing left to default.
+"""The description of a model: sizes, a spec for each layer, names of weights, end tokens. Nothing is left to default.
 
 Checks that the sizes fit together. Knows no file format and no family; families make these values.
 """
@@ -43,7 +43,7 @@ class ModelConfig:
         return [layer.attention for layer in self.layers]
 
     def features(self) -> Iterator[Feature]:
-        """What the model needs beyond a plain decoder, its attention aside."""
+        """Features that the model needs beyond a plain decoder, its attention aside."""
         yield from layer_features(self.layers)
         if self.last_norm.kind == "layer":
             yield Feature.LAYER_NORM

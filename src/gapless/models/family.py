@@ -1,4 +1,4 @@
-"""What a family is, and what families share: the keys of config.json and of GGUF metadata that mean the same for all.
+"""The definition of a family, and the keys of config.json and of GGUF metadata that mean the same in all families.
 
 Refuses what would be computed wrongly without an error. Knows no weights and no torch.
 """

@@ -102,7 +102,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 class RotaryRotation:
-    """What one layer does to queries and keys before they meet: an optional norm of each head, then rope.
+    """The operations of one layer on queries and keys before attention: an optional norm of each head, then rope.
 
     Carries the layer's sinks too, where it has them.
     """

@@ -15,7 +15,7 @@ NormPlace = Literal["before", "after", "around"]
 
 
 class Feature(StrEnum):
-    """What a model may need beyond the plain decoder: whole context, RMS norms before each part, a gate with SiLU."""
+    """Features beyond the plain decoder, which has: whole context, RMS norms before each part, a gate with SiLU."""
 
     WINDOW = "sliding windows"
     SOFT_CAP = "soft caps of scores"
@@ -70,7 +70,7 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """What follows attention: activation(gate) * up, then down; or without a gate; or several with a router."""
+    """The part after attention: activation(gate) * up, then down; or without a gate; or several with a router."""
 
     size: int
     kind: Literal["gated", "plain", "experts"] = "gated"
@@ -88,7 +88,7 @@ class LayerSpec:
 
 
 def attention_features(specs: Sequence[AttentionSpec]) -> Iterator[Feature]:
-    """What the attention of these layers needs."""
+    """Features that the attention of these layers needs."""
     for spec in dict.fromkeys(specs):
         if spec.window is not None:
             yield Feature.WINDOW
@@ -103,7 +103,7 @@ def attention_features(specs: Sequence[AttentionSpec]) -> Iterator[Feature]:
 
 
 def layer_features(layers: Sequence[LayerSpec]) -> Iterator[Feature]:
-    """What these layers need around their attention."""
+    """Features that these layers need around their attention."""
     for layer in dict.fromkeys(layers):
         if layer.norm.kind == "layer":
             yield Feature.LAYER_NORM

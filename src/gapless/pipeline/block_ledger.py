@@ -1,4 +1,4 @@
-"""Who wrote which place of the KV cache, followed in the order of launches: the order of the one compute stream.
+"""The writers of every place of the KV cache, followed in the order of launches: the order of the one compute stream.
 
 Mirrors what the device will do with each plan: rows get owners and blocks, a step writes its tokens' places and reads
 its rows from their beginning. A place that holds anything but what its reader or an equal prefix wrote is a conflict,
@@ -43,7 +43,7 @@ class WrittenSpan:
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """What a step means for blocks: those whose content is over, those to be filled, the last of each sampled row."""
+    """The blocks that a step touches: those whose content is over, those to be filled, the last of each sampled row."""
 
     freed: LongArray
     fresh: LongArray
@@ -135,7 +135,7 @@ class BlockLedger:
             yield WrittenSpan(self._tenant(chunk.row, rows, plan), chunk.start, chunk.length)
 
     def _check_table(self, plan: Plan, span: WrittenSpan, rows: RowTable, free: Sequence[int]) -> None:
-        """What the device will do must be what the scheduler believes, on blocks that are somebody's."""
+        """Raise RaceError unless the device will do what the scheduler believes, on blocks that have an owner."""
         tenancy, row = span.tenancy, span.tenancy.request.row
         name = f"step {plan.step}, request {tenancy.request.id!r} in row {row}"
         if span.start != tenancy.length or span.end != rows.cursor[row]:
@@ -192,7 +192,7 @@ class BlockLedger:
 
 
 def _tokens(request: Request, rows: RowTable) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """What is known of a request, wherever it is now."""
+    """All known tokens of a request, in its row or out of it."""
     if request.row < 0:
         return request.tokens
     return rows.tokens[request.row, : rows.num_tokens[request.row]]

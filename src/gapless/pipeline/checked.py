@@ -60,7 +60,7 @@ class PoisoningRunner:
                 layer.index_fill_(0, index, value)
 
     def _mark_spoiled(self, blocks: LongArray, out: torch.Tensor) -> None:
-        """What a layer computes from a spoiled one is spoiled, so the last layer's keys and values tell.
+        """Spoiled input spoils every later layer, so the last layer's keys and values show it.
 
         A sampled row's last block was clean when the row got it, and nobody else writes there.
         """
@@ -119,5 +119,5 @@ class CheckedExecutor:
 
 
 def poison_of(dtype: torch.dtype) -> float:
-    """What freed memory of this kind holds."""
+    """The value that freed memory of this kind holds."""
     return float("nan") if dtype.is_floating_point else POISON

@@ -1,4 +1,4 @@
-"""What callers put into the engine's inbox, and how its news reach them."""
+"""Messages that callers put into the engine's inbox, and the safe call of their callbacks."""
 
 from __future__ import annotations
 

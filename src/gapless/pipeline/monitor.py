@@ -17,7 +17,7 @@ from gapless.trace.timeline import Timeline
 
 
 class Monitor:
-    """What can be seen of an engine from outside. Outlives it: what was recorded can still be read."""
+    """The figures of an engine. They can still be read after it is closed."""
 
     def __init__(self, options: EngineOptions, parts: Assembly) -> None:
         self._options = options
@@ -61,7 +61,7 @@ class Monitor:
         return found
 
     def waste(self) -> dict[str, int]:
-        """What asynchrony cost: tokens sampled past a stop not yet known, KV blocks held for steps in flight."""
+        """The cost of asynchrony: tokens sampled past a stop not yet known, KV blocks held for steps in flight."""
         return {
             "wasted_tokens": self._scheduler.counters.num_overrun,
             "blocks_in_flight": self._recorder.num_blocks_in_flight,
@@ -80,7 +80,7 @@ class Monitor:
         return self._recorder.tail(seconds)
 
     def timeline(self, label: str = "", before: Stats | None = None) -> Timeline:
-        """What was recorded, from an earlier reading on: with `trace` all of it, else the last few thousand steps."""
+        """The timeline since an earlier reading: with `trace` all of it, else the last few thousand steps."""
         stats = self.stats() if before is None else self.stats() - before
         facts = {
             "depth": self.depth,
@@ -102,7 +102,7 @@ class Monitor:
         return self._built.device.memory_held()
 
     def capture_cost(self) -> str:
-        """What capturing graphs took at the start, in words; empty where there are none."""
+        """The cost of capturing graphs at the start, in words; empty where there are none."""
         return self._built.capture_cost
 
     def attention(self) -> str:

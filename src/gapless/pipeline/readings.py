@@ -1,4 +1,4 @@
-"""What can be read off a running engine: its counters, its load, its pulse. Values, without behaviour."""
+"""Readings of a running engine: its counters, its load, its pulse. Values, without behaviour."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Who is here, now."""
+    """The requests and blocks of the moment."""
 
     num_running: int
     num_waiting: int

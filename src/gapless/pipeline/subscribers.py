@@ -26,7 +26,7 @@ class Subscribers:
             self._abort(request.id)
 
     def deliver(self, commit: Commit) -> None:
-        """What a step brought."""
+        """Tell the clients of a step what it brought."""
         for progress in commit.progress:
             if not call_safely(self._submitted[progress.request.id].deliver, progress):
                 self._abort(progress.request.id)

@@ -7,7 +7,7 @@ that only steer the launch (sizes, spans) stay in the plan on the host.
     | chunk_ends | sample_tokens | sample_rows | score_samples | score_tokens | score_targets
     | new_blocks (row, index, block) | seat_rows | seats (SEAT_WORDS numbers each) | block_copies (from, to)
 
-What comes back is one array too: the sampled tokens, then the scores (`plan.score_width` numbers each).
+The results are one array too: the sampled tokens, then the scores (`plan.score_width` numbers each).
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Captured:
 
 @dataclass(slots=True)
 class Cost:
-    """What capturing took, kernels compiled for it and before it included."""
+    """The cost of capturing graphs, with the kernels compiled for it and before it."""
 
     num_graphs: int = 0
     num_wanted: int = 0

@@ -1,6 +1,6 @@
 """A plan filled up to fixed sizes, so that steps of many shapes can share one captured graph.
 
-What is added belongs to the padding row, which nobody owns: decode rows that feed its token, one chunk of its tokens,
+The padding belongs to a row that nobody owns: decode rows that feed its token, one chunk of its tokens,
 chunks of nothing. Everything the runner does with a plan it can do with a padded one; only the place of the results
 differs, and `Shape` says where they are.
 """

@@ -1,4 +1,4 @@
-"""What changes logits between the model and the draw: a list of processors, each in plain torch.
+"""Logits processors: the steps between the model and the draw, each in plain torch.
 
 A processor names the fields of a seat that it reads. It runs when some sampled row has a value there that is not
 neutral, and leaves rows with neutral values as they are. These definitions run on a CPU and are the oracles of the
@@ -30,7 +30,7 @@ class SampledRows:
     seats: torch.Tensor  # [num_rows, SEAT_WORDS] int32, of all rows
 
     def fields(self) -> Fields:
-        """What the processors read."""
+        """The fields that processors read."""
         return seat_columns(self.seats[self.rows]) | {"place": self.places}
 
 

@@ -1,4 +1,4 @@
-"""What the device remembers of each row from step to step: last token, length, block table, and its owner's seat.
+"""The device's state of each row from step to step: last token, length, block table, and its owner's seat.
 
 Sampled tokens are written here and read here by the next step, so that no step waits for the host to know them.
 Touched on the compute stream only; `apply` brings in what the plan changed, `advance` moves the rows on.

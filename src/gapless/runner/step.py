@@ -19,7 +19,7 @@ from gapless.runner.processors import SampledRows
 
 
 class Model(Protocol):
-    """What a step needs of a model."""
+    """The model, as a step uses it."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states [n, hidden_size]."""
@@ -29,7 +29,7 @@ class Model(Protocol):
 
 
 class Sampler(Protocol):
-    """What a step needs of a sampler."""
+    """The sampler, as a step uses it."""
 
     def __call__(self, logits: torch.Tensor, sampled: SampledRows, needs: int) -> torch.Tensor:
         """Tokens [n] int64 for logits [n, vocab], which it may overwrite; `needs` says what any of the rows needs."""
@@ -37,7 +37,7 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a step feeds to the model, and where it samples."""
+    """The inputs of the model in one step, and the rows that it samples."""
 
     token_ids: torch.Tensor  # [num_tokens]
     positions: torch.Tensor  # [num_tokens] int64
@@ -49,7 +49,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What came of it."""
+    """The results of a step."""
 
     tokens: torch.Tensor  # [num_samples] int64
     hidden: torch.Tensor  # [num_tokens, hidden_size]

@@ -217,7 +217,7 @@ def _add_operation(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/state")
     async def state(seconds: Annotated[float, Query(ge=0, le=60)] = 4.0) -> Response:
-        """What the page at / shows."""
+        """The state that the page at / shows."""
         return _json(await read_state(service, metrics, seconds))
 
 
@@ -263,7 +263,7 @@ def _add_errors(app: FastAPI, metrics: Metrics) -> None:
 
 
 def _validation_error(kind: str, place: Sequence[str | int], text: str) -> ApiError:
-    """What pydantic found, told by the parameter's name."""
+    """The first finding of pydantic, with the name of the parameter."""
     if kind == "json_invalid":  # the place is a position in the text
         return ApiError(400, "the body is not valid JSON")
     if tuple(place) == ("body",):

@@ -94,7 +94,7 @@ class ChatAnswer:
         return {"prompt_logprobs": await tell_prompt_logprobs(self._texts, flight.prompt_logprobs, count)}
 
     def error_event(self, error: ApiError) -> bytes:
-        """What a stream says when it cannot go on."""
+        """The event that ends a stream which cannot go on."""
         return event(error.body) + DONE
 
     def close(self) -> None:

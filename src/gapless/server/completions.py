@@ -91,7 +91,7 @@ class CompletionAnswer:
         return {} if count is None else {"prompt_logprobs": await tell_prompt_logprobs(self._texts, scores, count)}
 
     def error_event(self, error: ApiError) -> bytes:
-        """What a stream says when it cannot go on."""
+        """The event that ends a stream which cannot go on."""
         return event(error.body) + DONE
 
     def close(self) -> None:

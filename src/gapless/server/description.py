@@ -1,4 +1,4 @@
-"""What `/openapi.json` says beyond what FastAPI finds out: statuses and content types as they really are."""
+"""The part of `/openapi.json` that FastAPI does not find out: statuses and content types as they really are."""
 
 from __future__ import annotations
 

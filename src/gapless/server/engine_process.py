@@ -272,7 +272,7 @@ def _prompt_scores(request: Request) -> list[Scores]:
 
 
 def describe(engine: Engine) -> Ready:
-    """What the API process needs to know."""
+    """The facts that the API process needs."""
     resolved = engine.resolved
     limits, model = resolved.limits, resolved.model
     return Ready(

@@ -1,5 +1,5 @@
-"""What every HTTP request passes on its way in and out: an id, the host it asks for, the API key, the size of its body,
-the access log.
+"""The checks that every HTTP request passes: an id, the host that it names, the API key, the size of its body, and the
+access log on its way out.
 
 A plain ASGI middleware. Answers with the OpenAI error object whatever it does not let through. Knows no routes.
 """

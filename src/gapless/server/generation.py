@@ -19,7 +19,7 @@ from gapless.text.transcript import Transcript
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What came of one choice since the last piece. The last one has a finish reason."""
+    """The news of one choice since its last piece. The last piece has a finish reason."""
 
     choice: Choice
     text: str
@@ -153,7 +153,7 @@ class Generation:
 
 
 def _failure(over: Over) -> ApiError:
-    """What a client is told of a flight that came to no good end."""
+    """The error for a flight that did not end well."""
     error = over.error
     match over.reason:
         case "invalid":

@@ -20,7 +20,7 @@ AT_ONCE = 64  # positions told before others have their turn
 
 
 class TokenTexts:
-    """What single tokens say, each looked up once. With `by_id` a token is named by its id, not by its text."""
+    """The texts of single tokens, each looked up once. With `by_id` a token is named by its id, not by its text."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, by_id: bool = False) -> None:
         self.tokenizer = tokenizer
@@ -56,7 +56,7 @@ class TokenTexts:
         return text
 
     def _read(self, token: int, first: bool) -> str:
-        """What it adds to a text: read behind itself, where nothing is dropped."""
+        """The text that the token adds: decoded behind itself, where nothing is dropped."""
         assert self.tokenizer is not None
         alone = self.tokenizer.decode_raw([token], skip_special_tokens=False)
         twice = self.tokenizer.decode_raw([token, token], skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""What the API process and its child processes say to each other. Values only; msgspec turns them into bytes.
+"""Messages between the API process and its child processes. Values only; msgspec turns them into bytes.
 
 Token ids travel as raw little-endian int32, everything else as MessagePack. Nothing here can carry code.
 """

@@ -1,4 +1,4 @@
-"""What `/metrics` tells, in Prometheus's text format.
+"""The metrics of `/metrics`, in Prometheus's text format.
 
 Owns the counters of the API process, and totals of the engine's counters that go on when another engine takes over.
 """
@@ -99,7 +99,7 @@ class Metrics:
                 self._tpot.observe((flight.over_s - flight.first_token_s) / (len(flight.tokens) - 1))
 
     def collect(self) -> Iterable[Metric]:
-        """What is read rather than counted: for the registry."""
+        """Values that are read when they are collected, for the registry."""
         supervisor, pulse = self._supervisor, self._supervisor.pulse
         info = supervisor.info
         running = pulse.num_running if pulse is not None else 0

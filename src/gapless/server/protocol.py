@@ -55,7 +55,7 @@ class StreamOptions(Body):
 
 
 class Sampling(Body):
-    """What all three ways to generate share. Names beyond OpenAI's are the engine's own."""
+    """The fields that chats, completions and responses share. Names beyond OpenAI's are the engine's own."""
 
     model: str | None = Field(None, description="a name that /v1/models lists; default: the one model")
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="0 is greedy")
@@ -73,7 +73,7 @@ class Sampling(Body):
 
 
 class Choosing(Sampling):
-    """What chats and completions share."""
+    """The fields that chats and completions share."""
 
     n: Annotated[int, Field(ge=1)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = Field(None, description="must be the same as n")

@@ -71,7 +71,7 @@ class ResponseAnswer:
         yield self._event(f"response.{response['status']}", response=response)
 
     def error_event(self, error: ApiError) -> bytes:
-        """What a stream says when it cannot go on."""
+        """The event that ends a stream which cannot go on."""
         detail = error.body["error"]
         failed = self._response("failed", []) | {"error": {"code": "server_error", "message": error.message}}
         told = {"code": detail["code"], "message": detail["message"], "param": detail["param"]}

@@ -203,6 +203,6 @@ def _land(flight: Flight) -> None:
 
 
 def _keep_cached(flight: Flight, over: Over) -> None:
-    """What the prefix cache had for it when it came, not what of it was there when it came again."""
+    """Keep the count of cached tokens from the first time that the flight ran, not from later ones."""
     if flight.num_cached is None:
         flight.num_cached = over.num_cached

@@ -1,4 +1,4 @@
-"""What the server does, without HTTP: checks and tokenizes, admits or refuses, and starts generations.
+"""The work of the server, without HTTP: it checks and tokenizes, admits or refuses, and starts generations.
 
 Owns the queue's bound, the deadline and the names of the model. Everything that a client can get wrong is found here,
 before the first byte of an answer.
@@ -83,7 +83,7 @@ class Service:
 
     @property
     def info(self) -> Ready:
-        """What the engine told of itself. Raises ApiError while it loads for the first time."""
+        """The engine's description of itself. Raises ApiError while it loads for the first time."""
         if self.supervisor.info is None:
             raise ApiError(503, "the model is loading", code="loading", retry_after_s=RETRY_AFTER_S)
         return self.supervisor.info
@@ -166,7 +166,7 @@ class Service:
         return await asyncio.to_thread(tokenizer.decode, tokens, skip_special_tokens=False)
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """What clients need to tokenize and to write prompts on their own. Raises ApiError."""
+        """Facts with which clients can tokenize and write prompts on their own. Raises ApiError."""
         tokenizer = self._tokenizer()
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",

@@ -34,5 +34,5 @@ class StreamUsage:
         return usage(self._choices)
 
     def each(self) -> dict[str, Any]:
-        """What a chunk has of it."""
+        """The usage that a chunk carries."""
         return {"usage": self.now()} if self._in_each else {}

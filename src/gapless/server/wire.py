@@ -80,7 +80,7 @@ class Http(HttpToolsProtocol):
             self._alarm = None
 
     def _give_up(self) -> None:
-        """What was waited for did not come in time."""
+        """The head or the body of a request did not arrive in time."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._set_alarm()  # an answer is under way, which must not be cut in two
         elif self._is_in_head:

@@ -44,7 +44,7 @@ class Detokenizer:
         return id not in self._skipped
 
     def finish(self) -> str:
-        """What was held back; bytes that never became a character show as U+FFFD."""
+        """The rest of the text. Bytes that never became a character show as U+FFFD."""
         text = self._stream.finish()
         return self._cleaner.push(text) + self._cleaner.finish() if self._cleaner is not None else text
 

@@ -17,7 +17,7 @@ from gapless.text.tokenizer import Tokenizer
 
 
 class Addition(NamedTuple):
-    """What some tokens added to a transcript."""
+    """The part that some tokens added to a transcript."""
 
     text: str
     token_ids: Sequence[int]
