@@ -1,6 +1,6 @@
 """Streams and events on an NVIDIA GPU.
 
-Has three streams of its own, none of them the default stream, and host buffers in pinned memory. The host polls an
+Makes streams of its own, none of them the default stream, and host buffers in pinned memory. The host polls an
 event and naps between polls. Knows nothing of batches or models.
 """
 
