@@ -69,10 +69,14 @@ class ToyAttention:
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
             self._pool[batch.slots] = heads.long()
             decodes = zip(batch.blocks[batch.decode_rows], batch.decode_lengths, strict=True)
-            hashes = [self._terms(table)[:length].sum() for table, length in decodes]
-            chunks = zip(batch.blocks[batch.chunk_rows], batch.chunk_starts, batch.chunk_ends, strict=True)
-            parts = [self._terms(table)[:end].cumsum(0)[start:] for table, start, end in chunks]
-            return torch.cat([torch.stack(hashes), *parts] if hashes else parts)
+            out = torch.zeros_like(heads, dtype=torch.int64)
+            for i, (table, length) in enumerate(decodes):
+                out[i] = self._terms(table)[:length].sum()
+            starts, ends = batch.chunk_starts, batch.chunk_ends
+            chunks = zip(batch.blocks[batch.chunk_rows], batch.chunk_offsets, starts, ends, strict=True)
+            for table, offset, start, end in chunks:
+                out[offset : offset + end - start] = self._terms(table)[:end].cumsum(0)[start:]
+            return out
 
         return attend
 

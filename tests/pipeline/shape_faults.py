@@ -11,9 +11,10 @@ from fault import GRAPHS, Table
 from gapless.core.block_tables import NO_BLOCKS
 from gapless.core.plan import NO_SEATS, NOTHING, Plan
 from gapless.core.request import IntArray
-from gapless.runner import graphs
-from gapless.runner.fill import Filled, Shape
+from gapless.runner import graphs, mixed
+from gapless.runner.fill import Filled
 from gapless.runner.graphs import GraphRunner
+from gapless.runner.ladder import Shape
 
 FAULTS = fault = Table(GRAPHS)
 
@@ -23,9 +24,9 @@ def _(original):
     def fill(self: GraphRunner, plan: Plan, out: IntArray) -> Filled:
         filled = original(self, plan, out)
         shape = filled.shape
-        if shape is not None and not shape.num_chunks:
+        if shape is not None and not shape.has_chunks:
             others = np.setdiff1d(np.arange(self._limits.num_rows), plan.decode_rows)
-            out[plan.num_decodes : shape.num_decodes] = others[: shape.num_decodes - plan.num_decodes]
+            out[plan.num_decodes : shape.num_rows] = others[: shape.num_rows - plan.num_decodes]
         return filled
 
     return fill
@@ -36,72 +37,78 @@ def _(original):
     def fill(self: GraphRunner, plan: Plan, out: IntArray) -> Filled:
         filled = original(self, plan, out)
         shape = filled.shape
-        if shape is not None and not shape.num_chunks:
-            blocks = out[shape.num_decodes : 2 * shape.num_decodes].copy()
+        if shape is not None and not shape.has_chunks:
+            blocks = out[shape.num_rows : 2 * shape.num_rows].copy()
             late = getattr(self, "late", {})
             self.late = dict(zip(plan.decode_rows.tolist(), blocks.tolist(), strict=False))
             for index, row in enumerate(plan.decode_rows.tolist()):
-                out[shape.num_decodes + index] = late.get(row, graphs.NO_BLOCK)
+                out[shape.num_rows + index] = late.get(row, graphs.NO_BLOCK)
         return filled
 
     return fill
 
 
-@fault("a chunk's sample is read from a padding row's place", Shape, "chunk_samples")
+def _with_chunks(change):
+    """A mistake in the numbers of the chunks, as they are packed: row, offset, start, end and sample of each."""
+
+    def mistaken(original):
+        def chunk_words(plan: Plan) -> IntArray:
+            found = original(plan)
+            change(found, plan)
+            return found
+
+        return chunk_words
+
+    return mistaken
+
+
+@fault("the samples of a captured step's chunks are in the reverse order", mixed, "_chunk_words")
+@_with_chunks
+def _(words: IntArray, plan: Plan) -> None:
+    samples = words[4, words[4] >= 0]
+    words[4, words[4] >= 0] = samples[::-1]
+
+
+@fault("a captured step's chunks begin a token early", mixed, "_chunk_words")
+@_with_chunks
+def _(words: IntArray, plan: Plan) -> None:
+    words[2:4] = np.maximum(words[2:4] - 1, [[0], [1]])
+
+
+@fault("a captured step feeds the tokens of the chunk before", mixed, "_chunk_words")
+@_with_chunks
+def _(words: IntArray, plan: Plan) -> None:
+    words[:4] = np.roll(words[:4], 1, axis=1)
+
+
+@fault("a captured step scores the samples in a different order", mixed, "score_places")
 def _(original):
-    return lambda self, plan: slice(plan.num_decodes, plan.num_samples)
-
-
-@fault("chunks that give no sample come first in a padded step", graphs, "pad")
-def _(original):
-    def pad(plan: Plan, shape: Shape, padding_row: int) -> Plan:
-        padded = original(plan, shape, padding_row)
-        count = len(plan.chunks)
-        chunks = (*padded.chunks[:count][::-1], *padded.chunks[count:])
-        rows = padded.sample_rows.copy()
-        rows[shape.num_decodes : shape.num_decodes + count] = rows[shape.num_decodes : shape.num_decodes + count][::-1]
-        return replace(padded, chunks=chunks, sample_rows=rows)
-
-    return pad
-
-
-@fault("a padded step's tokens belong to a row that somebody has", graphs, "pad")
-def _(original):
-    return lambda plan, shape, padding_row: original(plan, shape, 0)
+    return lambda plan, count: original(plan, count)[::-1]
 
 
 @fault("a graph too small is replayed", GraphRunner, "_shape")
 def _(original):
     def shape(self: GraphRunner, plan: Plan) -> Shape | None:
         found = original(self, plan)
-        smaller = [other for other in self._decode_shapes if other.num_decodes < plan.num_decodes]
-        return found if found is None or found.num_chunks or not smaller else smaller[-1]
+        smaller = [other for other in self._decode_shapes if other.num_rows < plan.num_decodes]
+        return found if found is None or found.has_chunks or not smaller else smaller[-1]
 
     return shape
 
 
-@fault("a greedy graph is replayed although a row draws", GraphRunner, "_replay")
+@fault("a greedy graph is replayed although a row draws", graphs, "_is_plain")
 def _(original):
-    return lambda self, plan, *rest: original(self, replace(plan, needs=0), *rest)
+    return lambda plan, shape: original(replace(plan, needs=0), shape)
 
 
-@fault("new owners and blocks of a mixed replay are left out", GraphRunner, "_replay")
+@fault("new owners and blocks of a mixed replay are left out", graphs, "pack_mixed")
 def _(original):
-    def replay(self: GraphRunner, plan: Plan, shape: Shape, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
-        if shape.num_chunks:
-            plan = replace(plan, seat_rows=NOTHING, seats=NO_SEATS, new_blocks=NO_BLOCKS)
-        original(self, plan, shape, packed_plan, out)
-
-    return replay
+    return lambda plan, out: original(replace(plan, seat_rows=NOTHING, seats=NO_SEATS, new_blocks=NO_BLOCKS), out)
 
 
-@fault("a step that wants log-probabilities is replayed", GraphRunner, "_shape")
+@fault("a step that scores a prompt is replayed", graphs, "_why_no_graph")
 def _(original):
-    def shape(self: GraphRunner, plan: Plan) -> Shape | None:
-        chunks = tuple(replace(chunk, targets=NOTHING) for chunk in plan.chunks)
-        return original(self, replace(plan, chunks=chunks, score_samples=NOTHING))
-
-    return shape
+    return lambda plan: None
 
 
 @fault("a replay reads the packed plan of the replay before", GraphRunner, "step")
@@ -109,7 +116,7 @@ def _(original):
     def step(self: GraphRunner, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         late = getattr(self, "late", packed_plan)
         self.late = packed_plan.clone()
-        is_decode = filled.shape is not None and not filled.shape.num_chunks
+        is_decode = filled.shape is not None and not filled.shape.has_chunks
         original(self, filled, late if is_decode else packed_plan, out)
 
     return step

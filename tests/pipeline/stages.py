@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from unittest.mock import patch
 import torch
 from fault import GRAPHS, NATIVE, TOY
 
+from gapless.core.row_fields import SEAT_WORDS
 from gapless.device.base import Device
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.proof.stage import Cast, ModelStage, Room, fresh_device
@@ -43,15 +45,15 @@ class GraphStage(ToyStage):
 
     def cast(self, block_size: int) -> Cast:
         """A new one each time: a mistake may leave the padding row in disorder."""
-        from gapless.runner import graphs
+        from gapless.runner import graphs, ladder
 
         cast, no_gpu = super().cast(block_size), lambda: None
         inner = cast.runner
-        sizes = {"CHUNK_TOKENS": (5, 12), "MIXED_ROWS": (3,), "NUM_CHUNKS": 3}
+        sizes = {"FEW_TOKENS": (5, 12), "MIXED_ROWS": (3,)}
         cuda = {"graph_pool_handle": no_gpu, "Stream": no_gpu, "synchronize": no_gpu, "mem_get_info": lambda: (0, 0)}
         recording = {"_record": lambda body, pool, stream: Played(body)}
-        with patching(graphs, **recording, **sizes), patching(torch.cuda, **cuda):
-            runner = graphs.GraphRunner(inner, inner._step, cast.limits, mixed=True)
+        with patching(graphs, **recording), patching(ladder, **sizes), patching(torch.cuda, **cuda):
+            runner = graphs.GraphRunner(inner, inner._step, cast.limits)
         return Cast(runner, cast.layers, cast.limits)
 
 
@@ -65,7 +67,7 @@ class Played:
     def replay(self) -> None:
         from gapless.runner import graphs
 
-        with patching(graphs, begin=begin, end=end):
+        with patching(graphs, begin=begin, end=end, begin_mixed=begin_mixed, end_mixed=end_mixed):
             self._body()
 
 
@@ -92,6 +94,73 @@ def end(tokens, inputs, last_token, length, out) -> None:
     out[: len(tokens)] = tokens
     last_token[inputs.rows], length[inputs.rows] = tokens, inputs.lengths
     last_token[-1] = length[-1] = 0
+
+
+def begin_mixed(packed, last_token, length, blocks, seats, block_size: int, max_new_blocks: int, inputs) -> None:
+    """What the kernels of this name do."""
+    plan = read_mixed(packed)
+    row, index, block = plan.new_blocks.unbind(1)
+    blocks[row, index] = block
+    seats[plan.seat_rows] = plan.seats.int()
+    padding, rows = len(last_token) - 1, [*plan.decode_rows.tolist()]
+    ids, positions = last_token[rows].tolist(), length[rows].tolist()
+    samples = [(0, padding, 1)] * inputs.num_rows
+    samples[: len(rows)] = [(i, row, place + 1) for i, (row, place) in enumerate(zip(rows, positions, strict=True))]
+    for row, offset, start, end, sample in plan.chunks.T.tolist():
+        rows += [row] * (end - start)
+        positions += range(start, end)
+        ids += plan.tokens[offset - len(plan.decode_rows) :][: end - start].tolist()
+        if sample >= 0:
+            samples[sample] = (offset + end - start - 1, row, end)
+    rest = inputs.num_tokens - len(rows)
+    inputs.ids[:] = torch.tensor([*ids, *[0] * rest])
+    inputs.positions[:] = torch.tensor([*positions, *[0] * rest])
+    owners = torch.tensor([*rows, *[padding] * rest])
+    at, offset = inputs.positions // block_size, inputs.positions % block_size
+    inputs.slots[:] = blocks[owners, at] * block_size + offset
+    count = len(plan.decode_rows)
+    inputs.decode_rows[:], inputs.decode_lengths[:] = padding, 1
+    inputs.decode_rows[:count], inputs.decode_lengths[:count] = plan.decode_rows, inputs.positions[:count] + 1
+    chunked = (inputs.chunk_rows, inputs.chunk_offsets, inputs.chunk_starts, inputs.chunk_ends)
+    for found, filler, known in zip(chunked, (padding, len(ids), 0, 0), plan.chunks, strict=False):
+        found[:] = filler
+        found[: len(known)] = known.int()
+    inputs.sample_tokens[:], inputs.sample_rows[:], inputs.sample_places[:] = torch.tensor(samples).T
+    inputs.score_places[:] = -1
+    inputs.score_places[: len(plan.places)] = plan.places.int()
+    inputs.num_top[0] = max(plan.num_top, 0)
+
+
+def end_mixed(packed, tokens, inputs, last_token, length, out) -> None:
+    out[: len(tokens)] = tokens
+    last_token[inputs.sample_rows], length[inputs.sample_rows] = tokens, inputs.sample_places
+    for row, _, _, end, sample in read_mixed(packed).chunks.T.tolist():
+        if sample < 0:
+            length[row] = end
+    last_token[-1] = length[-1] = 0
+
+
+@dataclass(frozen=True)
+class MixedPlan:
+    """A plan as `pack_mixed` packed it."""
+
+    num_top: int
+    decode_rows: torch.Tensor
+    chunks: torch.Tensor  # [CHUNK_WORDS, num_chunks]
+    tokens: torch.Tensor
+    new_blocks: torch.Tensor
+    seat_rows: torch.Tensor
+    seats: torch.Tensor
+    places: torch.Tensor
+
+
+def read_mixed(packed: torch.Tensor) -> MixedPlan:
+    decodes, chunks, tokens, blocks, seats, samples, num_top = packed[:7].tolist()
+    places = samples if num_top >= 0 else 0
+    sizes = (decodes, 5 * chunks, tokens - decodes, 3 * blocks, seats, seats * SEAT_WORDS, places)
+    parts = [part.long() for part in packed[8 : 8 + sum(sizes)].split(list(sizes))]
+    views = parts[0], parts[1].view(5, -1), parts[2], parts[3].view(-1, 3), parts[4], parts[5].view(-1, SEAT_WORDS)
+    return MixedPlan(num_top, *views, parts[6])
 
 
 def why_no_stage(name: str) -> str | None:

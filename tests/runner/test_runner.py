@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -11,9 +9,7 @@ from gapless.attention.base import Attend
 from gapless.core.scheduler import Scheduler
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.pipeline.executor import LocalExecutor
-from gapless.runner.processors import SampledRows
-from gapless.runner.sampler import sample
-from toy import LIMITS, VOCAB, ToyModel, check_toy_logprobs, run_on, run_toy, toy_requests, toy_runner, toy_truth
+from toy import LIMITS, VOCAB, ToyModel, run_on, toy_requests, toy_runner, toy_truth
 
 
 @pytest.fixture
@@ -81,22 +77,3 @@ def test_the_rows_know_the_lengths_that_the_scheduler_promised() -> None:
             count = int(scheduler.rows.num_blocks[row])
             assert runner.rows.blocks[row, :count].tolist() == scheduler.rows.blocks[row, :count].tolist()
         scheduler.commit(plan, tokens)
-
-
-def test_log_probabilities_are_of_the_logits_before_the_sampler_wrote_on_them() -> None:
-    """A sampler may work in place, as the one for GPUs does where a stop may not come yet."""
-
-    def scribbling(logits: torch.Tensor, sampled: SampledRows, needs: int) -> torch.Tensor:
-        tokens = sample(logits, sampled, needs)
-        logits.fill_(-torch.inf)
-        return tokens
-
-    device = CpuDevice(driver=InlineDriver())
-    runner = toy_runner(device, LIMITS)
-    runner._step.sampler = scribbling
-    requests = toy_requests()
-    for request in requests:
-        request.params = replace(request.params, logprobs=1, prompt_logprobs=1)
-    run_toy(LocalExecutor(device, runner, LIMITS, 2), requests, depth=2)
-    for request in requests:
-        check_toy_logprobs(request)

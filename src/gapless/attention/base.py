@@ -56,7 +56,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """A step as attention sees it: one token for each decode row, then the chunks end to end."""
+    """A step as attention sees it: one token for each decode row, then the chunks end to end.
+
+    In a captured step only sizes are known to the host. Its decode rows are filled up with a row of padding, whose
+    places among the tokens may be those of chunks: decode rows are attended first, and chunks written over them. Its
+    chunks are filled up with empty ones, and tokens behind the last chunk are padding.
+    """
 
     slots: torch.Tensor  # [num_tokens] int64, device: where each token's k and v go
     blocks: torch.Tensor  # [num_rows, max_blocks] int64, device: every row's block table
@@ -67,7 +72,8 @@ class AttentionBatch:
     chunk_offsets: torch.Tensor  # [num_chunks] int32, device: first token in the batch
     chunk_starts: torch.Tensor  # [num_chunks] int32, device: position of that token in the row
     chunk_ends: torch.Tensor  # [num_chunks] int32, device: the row's length after the step
-    chunks: tuple[Span, ...]  # the same for the host
+    chunks: tuple[Span, ...]  # the same for the host; empty in a captured step
+    num_chunk_tokens: int = 0  # of all chunks together, at most
 
     @property
     def num_decodes(self) -> int:

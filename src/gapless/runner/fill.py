@@ -22,6 +22,7 @@ from gapless.core.params import MAX_LOGPROBS
 from gapless.core.plan import NOTHING, Plan, score_width
 from gapless.core.request import IntArray
 from gapless.core.row_fields import SEAT_WORDS
+from gapless.runner.ladder import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,45 +81,6 @@ class Sections:
     @property
     def total(self) -> int:
         return sum(self.sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a step that was recorded; a plan is padded to them (padding.py)."""
-
-    num_decodes: int
-    num_chunk_tokens: int
-    num_chunks: int
-
-    @property
-    def num_samples(self) -> int:
-        return self.num_decodes + self.num_chunks
-
-    def chunk_samples(self, plan: Plan) -> slice:
-        """Where the samples of the plan's chunks lie among those of the padded plan; its decode rows' come first."""
-        return slice(self.num_decodes, self.num_decodes + plan.num_samples - plan.num_decodes)
-
-    def sections(self, plan: Plan) -> Sections:
-        """Sizes of the padded plan's packed form, without padding it."""
-        return Sections(
-            num_decodes=self.num_decodes,
-            num_chunk_tokens=self.num_chunk_tokens,
-            num_chunks=self.num_chunks,
-            num_samples=self.num_samples,
-            num_score_samples=0,
-            num_targets=0,
-            num_new_blocks=len(plan.new_blocks),
-            num_seats=len(plan.seat_rows),
-        )
-
-    def holds(self, plan: Plan) -> bool:
-        """Whether the plan can be padded to this; one chunk is kept for the padding's own tokens."""
-        num_chunk_tokens = plan.num_tokens - plan.num_decodes
-        return (
-            plan.num_decodes <= self.num_decodes
-            and num_chunk_tokens <= self.num_chunk_tokens
-            and len(plan.chunks) < self.num_chunks
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Steps as replays of captured CUDA graphs, for a ladder of shapes.
 
-A decode step that has a graph is one replay: rows in, tokens out, padded to the next size with a row that nobody owns.
-Small models, whose mixed steps take the host longer to launch than the GPU to run, have graphs for those too. A step
-without one (much prefill, or log-probabilities) runs as it is and is counted with the reason.
+A step is one replay: rows in, tokens out, padded to the next shape with a row that nobody owns. That holds for decode
+steps and for steps with chunks of any number and length, for any sampling and for the log-probabilities of samples. A
+step without a graph (log-probabilities of a prompt) runs as it is and is counted with the reason.
 """
 
 from __future__ import annotations
@@ -21,46 +21,27 @@ import torch
 
 from gapless.attention.base import AttentionBatch
 from gapless.core.limits import Limits
-from gapless.core.plan import Plan
+from gapless.core.params import MAX_LOGPROBS
+from gapless.core.plan import Plan, score_width
 from gapless.core.request import IntArray
 from gapless.core.row_fields import ALL_NEEDS
 from gapless.device.base import Buffer
 from gapless.kernels.ends import DecodeInputs, begin, end
-from gapless.runner.fill import Filled, Sections, Shape, fill, unpack
-from gapless.runner.padding import pad
+from gapless.kernels.mixed import NO_SCORE, MixedInputs, begin_mixed, end_mixed
+from gapless.runner.fill import Filled
+from gapless.runner.ladder import Shape, decode_shapes, mixed_shapes
+from gapless.runner.logprobs import score_samples
+from gapless.runner.mixed import mixed_capacity, pack_mixed, score_places
 from gapless.runner.processors import SampledRows
 from gapless.runner.runner import Runner
-from gapless.runner.step import Inputs, Step
+from gapless.runner.step import Inputs, Outputs, Step
 
 log = logging.getLogger(__name__)
 
 NO_BLOCK = -1
 WARM_UPS = 2
-NUM_CHUNKS = 8  # of a captured mixed step, one of them padding
-CHUNK_TOKENS = (32, 64, 128, 256, 512)
-WARM_UP_TOKENS = (15, 31, 63, 127, 191, 255)  # with a decode row: one size for each way in which products are cut
-MIXED_ROWS = (8, 32, 128)
 BUDGET_S = 120.0  # for all captures; what is left over then stays without a graph
 BUDGET_BYTES = 3 * 2**30
-
-
-def ladder(num_rows: int) -> list[int]:
-    """Batch sizes to capture: every one that is small, then ever wider steps, and the largest."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 64), *range(1024, 65536, 256)]
-    return [size for size in sizes if size < num_rows] + [num_rows]
-
-
-def mixed_ladder(limits: Limits) -> list[Shape]:
-    """Shapes of mixed steps to capture, the smallest first."""
-    rows = [count for count in MIXED_ROWS if count < limits.num_rows] + [limits.num_rows]
-    tokens = [count for count in CHUNK_TOKENS if count <= min(limits.max_batch_tokens, limits.max_model_len)]
-    return [Shape(num_rows, count, NUM_CHUNKS) for num_rows in rows for count in tokens]
-
-
-def warm_up_shapes(limits: Limits) -> list[Shape]:
-    """Shapes of mixed steps to run once at the start."""
-    most = min(limits.max_batch_tokens, limits.max_model_len)
-    return [Shape(1, count, NUM_CHUNKS) for count in WARM_UP_TOKENS if count < most] or [Shape(1, most, NUM_CHUNKS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +49,7 @@ class Captured:
     """A graph, and the tensors it works on, which must live as long."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: DecodeInputs | None = None
+    inputs: DecodeInputs | MixedInputs
 
 
 @dataclass(slots=True)
@@ -96,66 +77,60 @@ class GraphRunner:
     """Runs steps like the runner it wraps, from graphs where it has one."""
 
     def __init__(
-        self,
-        runner: Runner,
-        step: Step,
-        limits: Limits,
-        progress: Callable[[int, int], None] | None = None,
-        *,
-        mixed: bool = False,
+        self, runner: Runner, step: Step, limits: Limits, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """mixed: capture steps that prefill and decode too."""
         self._runner = runner
         self._step = step
         self._limits = limits
         self.ledger: Counter[str] = Counter()  # steps without a graph, by reason
-        decodes = [Shape(size, 0, 0) for size in ladder(limits.num_rows)]
-        mixes = mixed_ladder(limits) if mixed else []
-        wanted = [*reversed(decodes), *reversed(mixes)]  # the largest first: the others fit into its memory
         device = runner.rows.last_token.device
-        first = warm_up_shapes(limits)
-        size = max(_packed_size(shape) for shape in (*first, *wanted))
-        self._packed = torch.zeros(size, dtype=torch.int32, device=device)
-        self._out = torch.zeros(max(shape.num_samples for shape in (*first, *wanted)), dtype=torch.int32, device=device)
+        num_rows = limits.num_rows
+        self._packed = torch.zeros(mixed_capacity(limits), dtype=torch.int32, device=device)
+        # tokens of samples, then their scores
+        self._out = torch.zeros(num_rows * (1 + score_width(MAX_LOGPROBS)), dtype=torch.int32, device=device)
         static = (Buffer("graph.in", self._packed, host=False), Buffer("graph.out", self._out, host=False))
         self.buffers: Sequence[Buffer] = (*runner.buffers, *static)  # graphs share them: one replay at a time
-        self._graphs: dict[tuple[Shape, bool], Captured] = {}
+        self._graphs: dict[tuple[Shape, bool], Captured] = {}  # by shape and whether all rows are greedy, unscored
         self._decode_shapes: list[Shape] = []  # captured, smallest first
         self._mixed_shapes: list[Shape] = []
         self._resident: tuple[Shape, IntArray] | None = None  # the decode rows that `_packed` holds, if it does
-        self.cost = Cost(num_wanted=2 * len(wanted))
-        report = _counter(progress, len(first) + len(wanted))
-        self._warm_up(first, report)
-        self._capture_all(wanted, report)
+        self._capture_all(progress)
 
     def fill(self, plan: Plan, out: IntArray) -> Filled:
         """Pack the plan the way its step will read it."""
         shape = self._shape(plan)
-        if shape is not None and not shape.num_chunks:
-            return Filled(plan, self._fill_decode(plan, shape, out), shape)
-        self._resident = None
-        packed = plan if shape is None else pad(plan, shape, self._limits.num_rows)
-        return Filled(plan, fill(packed, out), shape)
+        if shape is None:
+            self._resident = None
+            return self._runner.fill(plan, out)
+        if shape.has_chunks:
+            self._resident = None
+            return Filled(plan, pack_mixed(plan, out), shape)
+        return Filled(plan, self._fill_decode(plan, shape, out), shape)
 
     def _fill_decode(self, plan: Plan, shape: Shape, out: IntArray) -> int:
-        """The same rows again without new blocks: nothing to tell. A block told before is told again to no effect."""
+        """The same rows again without new blocks: nothing to tell. A block told before is told again to no effect.
+
+        Rows get new owners, who may want other scores, in steps with chunks alone.
+        """
         last, self._resident = self._resident, (shape, plan.decode_rows)
         if last and not len(plan.new_blocks) and last[0] == shape and np.array_equal(last[1], plan.decode_rows):
             return 0
-        size, count = shape.num_decodes, plan.num_decodes
-        rows, blocks = out[:size], out[size : 2 * size]
+        size, count = shape.num_rows, plan.num_decodes
+        rows, blocks, places = out[: 3 * size].reshape(3, size)
         rows[:count] = plan.decode_rows
         rows[count:] = self._limits.num_rows
         blocks[:] = NO_BLOCK
         if len(plan.new_blocks):
             blocks[np.searchsorted(plan.decode_rows, plan.new_blocks[:, 0])] = plan.new_blocks[:, 2]
-        return 2 * size
+        places[:] = score_places(plan, size) if len(plan.score_samples) else NO_SCORE
+        out[3 * size] = plan.num_top
+        return _decode_size(shape)
 
     def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         """Replay the plan's graph, or run it as it is."""
         plan, shape = filled.plan, filled.shape
         if shape is None:
-            self.ledger[_why_no_graph(plan)] += 1
+            self.ledger[_why_no_graph(plan) or "no graph: none was captured"] += 1
             self._runner.step(filled, packed_plan, out)
             return
         resident, self._resident = self._resident, None  # unknown, should this raise
@@ -163,48 +138,45 @@ class GraphRunner:
         self._resident = resident
 
     def _replay(self, plan: Plan, shape: Shape, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
-        if shape.num_chunks and (len(plan.seat_rows) or len(plan.new_blocks)):
-            self._runner.rows.apply(unpack(packed_plan, shape.sections(plan)))
         if len(packed_plan):
-            size = _packed_size(shape)
-            self._packed[:size].copy_(packed_plan[:size])
-        self._graphs[shape, plan.needs == 0].graph.replay()
-        count = plan.num_decodes
+            self._packed[: len(packed_plan)].copy_(packed_plan)
+        self._graphs[shape, _is_plain(plan, shape)].graph.replay()
+        count, scores = plan.num_samples, plan.num_results - plan.num_samples
         out[:count].copy_(self._out[:count])
-        if plan.num_samples > count:
-            out[count : plan.num_samples].copy_(self._out[shape.chunk_samples(plan)])
+        if scores:
+            out[count : count + scores].copy_(self._scores[:scores])
+
+    @property
+    def _scores(self) -> torch.Tensor:
+        return self._out[self._limits.num_rows :]
 
     def _shape(self, plan: Plan) -> Shape | None:
         """The smallest captured shape that holds the plan."""
-        if plan.num_scores or len(plan.block_copies):
+        if _why_no_graph(plan) is not None:
             return None
         if plan.chunks:
             return next((shape for shape in self._mixed_shapes if shape.holds(plan)), None)
-        index = bisect.bisect_left(self._decode_shapes, plan.num_decodes, key=lambda shape: shape.num_decodes)
+        index = bisect.bisect_left(self._decode_shapes, plan.num_decodes, key=lambda shape: shape.num_rows)
         return self._decode_shapes[index] if index < len(self._decode_shapes) else None
 
-    @torch.inference_mode()
-    def _warm_up(self, shapes: Sequence[Shape], report: Callable[[], None]) -> None:
-        """Mixed steps of padding alone: kernels are compiled now, and not when a prompt of that size comes."""
-        for shape in shapes:
-            self._mixed(self._pack_padding(shape), needs=0)
-            report()
-        self._mixed(self._pack_padding(shapes[0]), ALL_NEEDS)
-        torch.cuda.synchronize()
-
-    def _capture_all(self, wanted: Sequence[Shape], report: Callable[[], None]) -> None:
+    def _capture_all(self, progress: Callable[[int, int], None] | None) -> None:
         """As many as the budget allows; a shape that is left out is padded to a larger one."""
+        # the largest first: the others fit into its memory
+        wanted = [*reversed(mixed_shapes(self._limits)), *reversed(decode_shapes(self._limits))]
+        variants = {shape: (False,) if shape.has_chunks else (True, False) for shape in wanted}
+        self.cost = Cost(num_wanted=sum(map(len, variants.values())))
+        report = _counter(progress, len(wanted))
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         free = torch.cuda.mem_get_info()[0]
         for shape in wanted:
             if not self.cost.within_budget():
                 break
-            capture = self._capture_mixed if shape.num_chunks else self._capture_decode
-            for is_greedy in (True, False):
-                self._graphs[shape, is_greedy] = capture(shape, 0 if is_greedy else ALL_NEEDS, pool, stream)
-            (self._mixed_shapes if shape.num_chunks else self._decode_shapes).insert(0, shape)
-            self.cost.num_graphs += 2
+            capture = self._capture_mixed if shape.has_chunks else self._capture_decode
+            for is_plain in variants[shape]:
+                self._graphs[shape, is_plain] = capture(shape, is_plain, pool, stream)
+                self.cost.num_graphs += 1
+            (self._mixed_shapes if shape.has_chunks else self._decode_shapes).insert(0, shape)
             self.cost.memory_bytes = free - torch.cuda.mem_get_info()[0]
             report()
         torch.cuda.synchronize()
@@ -212,33 +184,29 @@ class GraphRunner:
         log.info("%s", self.cost)
 
     @torch.inference_mode()
-    def _capture_decode(self, shape: Shape, needs: int, pool: Any, stream: torch.cuda.Stream) -> Captured:
-        size = shape.num_decodes
-        self._packed[:size] = self._limits.num_rows  # padding alone
-        self._packed[size : 2 * size] = NO_BLOCK
-        inputs = DecodeInputs(size, self._packed.device)
-        return Captured(_record(lambda: self._decode(inputs, needs), pool, stream), inputs)
+    def _capture_decode(self, shape: Shape, is_plain: bool, pool: Any, stream: torch.cuda.Stream) -> Captured:
+        packed = np.full(_decode_size(shape), NO_BLOCK, np.int32)
+        packed[: shape.num_rows] = self._limits.num_rows  # padding alone
+        self._packed[: len(packed)] = torch.from_numpy(packed).to(self._packed.device)
+        inputs = DecodeInputs(shape.num_rows, self._packed.device)
+        return Captured(_record(lambda: self._decode(inputs, is_plain), pool, stream), inputs)
 
     @torch.inference_mode()
-    def _capture_mixed(self, shape: Shape, needs: int, pool: Any, stream: torch.cuda.Stream) -> Captured:
-        plan = self._pack_padding(shape)
-        return Captured(_record(lambda: self._mixed(plan, needs), pool, stream))
+    def _capture_mixed(self, shape: Shape, is_plain: bool, pool: Any, stream: torch.cuda.Stream) -> Captured:
+        self._packed.zero_()  # a plan of nothing: all of it is padding
+        inputs = MixedInputs(shape.num_rows, shape.num_tokens, self._packed.device)
+        return Captured(_record(lambda: self._mixed(inputs), pool, stream), inputs)
 
-    def _pack_padding(self, shape: Shape) -> Plan:
-        """A plan of this shape that does nothing, and its packed form in `_packed`."""
-        plan = pad(_NO_PLAN, shape, self._limits.num_rows)
-        packed = np.zeros(_packed_size(shape), np.int32)
-        fill(plan, packed)
-        self._packed[: len(packed)] = torch.from_numpy(packed).to(self._packed.device)
-        return plan
-
-    def _decode(self, inputs: DecodeInputs, needs: int) -> None:
+    def _decode(self, inputs: DecodeInputs, is_plain: bool) -> None:
         """One token of each row, from `_packed` to `_out`: the same step, between two kernels of its own."""
-        rows = self._runner.rows
+        rows, size = self._runner.rows, inputs.batch
         begin(self._packed, rows.last_token, rows.length, rows.blocks, self._limits.block_size, inputs)
         sampled = SampledRows(inputs.rows, inputs.lengths, rows.seats)
         fed = Inputs(inputs.ids, inputs.positions, self._decode_batch(inputs), sampled)
-        end(self._step.run(fed, needs).tokens, inputs, rows.last_token, rows.length, self._out)
+        found = self._step.run(fed, 0 if is_plain else ALL_NEEDS)
+        end(found.tokens, inputs, rows.last_token, rows.length, self._out)
+        if not is_plain:
+            self._score(found, self._packed[2 * size : 3 * size], self._packed[3 * size : 3 * size + 1])
 
     def _decode_batch(self, inputs: DecodeInputs) -> AttentionBatch:
         nothing = self._packed[:0]
@@ -255,18 +223,45 @@ class GraphRunner:
             chunks=(),
         )
 
-    def _mixed(self, plan: Plan, needs: int) -> None:
-        """A padded plan, from `_packed` to `_out`."""
-        self._runner.run(plan, unpack(self._packed, Sections.of(plan)), needs, self._out)
-        rows = self._runner.rows
-        rows.length[-1:].zero_()  # the padding row never gets anywhere
-        rows.last_token[-1:].zero_()
+    def _mixed(self, inputs: MixedInputs) -> None:
+        """Any step with chunks, from `_packed` to `_out`."""
+        rows, limits = self._runner.rows, self._limits
+        kept = rows.last_token, rows.length
+        begin_mixed(self._packed, *kept, rows.blocks, rows.seats, limits.block_size, limits.max_new_blocks, inputs)
+        sampled = SampledRows(inputs.sample_rows, inputs.sample_places, rows.seats)
+        fed = Inputs(inputs.ids, inputs.positions, self._mixed_batch(inputs), sampled, inputs.sample_tokens)
+        found = self._step.run(fed, ALL_NEEDS)
+        end_mixed(self._packed, found.tokens, inputs, *kept, self._out)
+        self._score(found, inputs.score_places, inputs.num_top)
+
+    def _mixed_batch(self, inputs: MixedInputs) -> AttentionBatch:
+        return AttentionBatch(
+            slots=inputs.slots,
+            blocks=self._runner.rows.blocks,
+            decode_rows=inputs.decode_rows,
+            decode_lengths=inputs.decode_lengths,
+            max_decode_length=self._limits.max_model_len,
+            chunk_rows=inputs.chunk_rows,
+            chunk_offsets=inputs.chunk_offsets,
+            chunk_starts=inputs.chunk_starts,
+            chunk_ends=inputs.chunk_ends,
+            chunks=(),
+            num_chunk_tokens=inputs.num_tokens,
+        )
+
+    def _score(self, found: Outputs, places: torch.Tensor, num_top: torch.Tensor) -> None:
+        score_samples(found.logits, found.tokens, places, num_top, self._scores)
 
 
-def _why_no_graph(plan: Plan) -> str:
-    if plan.num_scores:
-        return "no graph: log-probabilities"
-    return "no graph: block copies" if len(plan.block_copies) else "no graph: prefill"
+def _why_no_graph(plan: Plan) -> str | None:
+    if plan.num_scores > len(plan.score_samples):
+        return "no graph: log-probabilities of a prompt"
+    return "no graph: block copies" if len(plan.block_copies) else None
+
+
+def _is_plain(plan: Plan, shape: Shape) -> bool:
+    """Whether the graph for greedy rows without scores will do; a step with chunks takes too long to gain by it."""
+    return not shape.has_chunks and plan.needs == 0 and plan.num_scores == 0
 
 
 def _record(body: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -287,19 +282,6 @@ def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callabl
     return lambda: progress(next(done), total) if progress is not None else None
 
 
-def _packed_size(shape: Shape) -> int:
-    """Numbers that a graph of this shape reads: of a decode step, rows and their new blocks."""
-    if shape.num_chunks == 0:
-        return 2 * shape.num_decodes
-    return shape.sections(_NO_PLAN).total
-
-
-_NO_PLAN = Plan(
-    step=-1,
-    decode_rows=np.empty(0, np.int32),
-    chunks=(),
-    new_blocks=np.empty((0, 3), np.int32),
-    sample_rows=np.empty(0, np.int32),
-    sample_epochs=np.empty(0, np.int64),
-    max_decode_length=0,
-)
+def _decode_size(shape: Shape) -> int:
+    """Numbers that a decode step reads: rows, their new blocks, the places of their scores, and num_top."""
+    return 3 * shape.num_rows + 1

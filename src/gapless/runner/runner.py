@@ -79,7 +79,6 @@ class Runner:
             batch=self._batch(plan, packed, positions, token_rows),
             sampled=SampledRows(packed.sample_rows.long(), positions[chosen] + 1, self.rows.seats),
             sample_tokens=chosen,
-            score_samples=packed.score_samples.long() if len(plan.score_samples) else None,
         )
 
     def _batch(self, plan: Plan, packed: Packed, positions: torch.Tensor, token_rows: torch.Tensor) -> AttentionBatch:
@@ -96,6 +95,7 @@ class Runner:
             chunk_starts=packed.chunk_starts,
             chunk_ends=packed.chunk_ends,
             chunks=spans(plan),
+            num_chunk_tokens=plan.num_tokens - plan.num_decodes,
         )
 
     def _write_scores(self, plan: Plan, packed: Packed, found: Outputs, out: torch.Tensor) -> None:
@@ -107,8 +107,8 @@ class Runner:
             logits_of=lambda places: model.logits(hidden[places]),
             slice_size=self._num_rows,
         )
-        tokens = found.tokens[packed.score_samples.long()]
-        write_scores(out, plan.num_top, found.scored_logits, tokens, targets)
+        scored = packed.score_samples.long()
+        write_scores(out, plan.num_top, found.logits[scored], found.tokens[scored], targets)
 
 
 def spans(plan: Plan) -> tuple[Span, ...]:

@@ -32,7 +32,7 @@ class Sampler(Protocol):
     """The sampler, as a step uses it."""
 
     def __call__(self, logits: torch.Tensor, sampled: SampledRows, needs: int) -> torch.Tensor:
-        """Tokens [n] int64 for logits [n, vocab], which it may overwrite; `needs` says what any of the rows needs."""
+        """Tokens [n] int64 for logits [n, vocab], which stay as they are; `needs` says what any of the rows needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,6 @@ class Inputs:
     batch: AttentionBatch
     sampled: SampledRows
     sample_tokens: torch.Tensor | None = None  # [num_samples] which tokens are followed by a sample; None: all
-    score_samples: torch.Tensor | None = None  # [num_scored] which samples want log-probabilities; None: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Outputs:
 
     tokens: torch.Tensor  # [num_samples] int64
     hidden: torch.Tensor  # [num_tokens, hidden_size]
-    scored_logits: torch.Tensor  # [num_scored, vocab_size] the model's own, before any processor
+    logits: torch.Tensor  # [num_samples, vocab_size] the model's own, before any processor
 
 
 class Step:
@@ -71,9 +70,7 @@ class Step:
             nothing = torch.empty(0, dtype=torch.int64, device=hidden.device)
             return Outputs(nothing, hidden, hidden[:0])
         logits = self.model.logits(picked)
-        # a copy, for a sampler may write on the logits
-        scored = logits[:0] if inputs.score_samples is None else logits[inputs.score_samples]
-        return Outputs(self.sampler(logits, inputs.sampled, needs), hidden, scored)
+        return Outputs(self.sampler(logits, inputs.sampled, needs), hidden, logits)
 
 
 @dataclass(frozen=True, slots=True)

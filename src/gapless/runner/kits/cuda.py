@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from functools import partial
 
 import torch
@@ -21,7 +20,6 @@ from gapless.kernels.batch_invariant import batch_invariant_product
 from gapless.models.config import ModelConfig
 from gapless.models.layers import Layers
 from gapless.models.loader import load_model
-from gapless.models.shapes import weight_shapes
 from gapless.models.skinny_layers import SkinnyLayers
 from gapless.models.source import ModelSource
 from gapless.runner.attention_choice import candidates, make_attention
@@ -44,8 +42,6 @@ from gapless.runner.runner import Runner
 from gapless.runner.step import Sampler, Step
 
 log = logging.getLogger(__name__)
-
-MIXED_GRAPHS_BELOW_BYTES = 4 * 2**30  # of weights: larger models run longer than their launches take
 
 
 class CudaKit:
@@ -72,8 +68,7 @@ class CudaKit:
         attention, choice = choose_attention(device, kv, resolved)
         step = Step(model, attention, choose_sampler(resolved.dtype))
         runner = Runner(device, limits, kv, step)
-        mixed = _weight_bytes(resolved) < MIXED_GRAPHS_BELOW_BYTES
-        graphs = GraphRunner(runner, step, limits, progress, mixed=mixed)
+        graphs = GraphRunner(runner, step, limits, progress)
         return Built(resolved, device, graphs, in_blocks(kv, limits.block_size), str(graphs.cost), choice)
 
 
@@ -104,7 +99,3 @@ def choose_attention(device: Device, kv: KVStore, resolved: Resolved) -> tuple[A
 def choose_sampler(dtype: torch.dtype) -> Sampler:
     """A model's logits are no finer than its weights."""
     return partial(pick, key_bits=16) if dtype == torch.bfloat16 else pick
-
-
-def _weight_bytes(resolved: Resolved) -> int:
-    return resolved.dtype.itemsize * sum(math.prod(shape) for shape in weight_shapes(resolved.model).values())
