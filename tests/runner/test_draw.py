@@ -14,12 +14,14 @@ from test_sampler import make_seats
 from gapless.core.params import SamplingParams
 from gapless.core.plan import NO_SAMPLE
 from gapless.core.row_fields import ALL_NEEDS
+from gapless.kernels.shortlist import ShortlistSizes
 from gapless.runner.draw import pick
 from gapless.runner.processors import SampledRows
 from gapless.runner.sampler import sample
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, NUM_PLACES = 150, 8
+SMALL = ShortlistSizes(tile=4, span=8, chunk=4, first=4, room=32, block=64)  # every way through at this vocabulary
 KINDS = {
     "greedy": SamplingParams(temperature=0.0),
     "drawn": SamplingParams(temperature=0.9),
@@ -46,8 +48,7 @@ def both(logits: torch.Tensor, seats: torch.Tensor, needs: int, places: torch.Te
     """Tokens of the kernel and of the torch sampler; all that a graph is recorded with runs, needed or not."""
     sampled = sampled_rows(places, seats)
     expected = sample(logits.clone(), sampled, needs)
-    bits = 16 if logits.dtype == torch.bfloat16 else 32
-    found = pick(logits.clone(), sampled, ALL_NEEDS, key_bits=bits, block=64)
+    found = pick(logits, sampled, ALL_NEEDS, sizes=SMALL)
     return found.tolist(), expected.tolist()
 
 
@@ -60,25 +61,13 @@ def test_the_kernel_chooses_what_the_torch_sampler_chooses(kind: str, dtype: tor
     assert found == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_with_16_key_bits_tokens_are_drawn_from_rounded_logits(kind: str) -> None:
-    count = NUM_PLACES
-    seats, needs = make_seats([KINDS[kind]] * count, seeds=range(count))
-    sampled = sampled_rows(torch.arange(count, device=DEVICE) + 7, seats)
-    logits = some_logits(count)
-    found = pick(logits.clone(), sampled, ALL_NEEDS, key_bits=16, block=64)
-    rounded = logits.bfloat16().float() if KINDS[kind].temperature else logits
-    expected = sample(rounded, sampled, needs)
-    assert found.tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(temperature=1.0, top_k=1)])
 def test_the_best_of_logits_that_bfloat16_cannot_tell_apart(params: SamplingParams) -> None:
     logits = torch.full((24, VOCAB), -9.0, device=DEVICE)
     logits[:, 70], logits[:, 100] = 20.0, 20.01
     seats, _ = make_seats([params] * 24, seeds=range(24))
     sampled = sampled_rows(torch.arange(24, device=DEVICE), seats)
-    assert set(pick(logits, sampled, ALL_NEEDS, key_bits=16, block=64).tolist()) == {100}
+    assert set(pick(logits, sampled, ALL_NEEDS, sizes=SMALL).tolist()) == {100}
 
 
 def test_rows_of_every_kind_share_a_batch() -> None:
