@@ -165,9 +165,7 @@ def _draw_from_row(
     floor_key = tl.full([], 0, tl.uint32)
     if (top_k > 0) & (top_k < VOCAB):
         wanted = top_k.to(tl.float32)
-        floor_key = _lowest_key(
-            base, stops, is_early, top, warmth, floor_key, wanted, False, VOCAB, BLOCK, NUM_STOPS
-        )
+        floor_key = _lowest_key(base, stops, is_early, top, warmth, floor_key, wanted, False, VOCAB, BLOCK, NUM_STOPS)
     if top_p < 1:
         kept = _mass(base, stops, is_early, top, warmth, floor_key, -float("inf"), VOCAB, BLOCK, NUM_STOPS)
         wanted = (kept * top_p).to(tl.float32)

@@ -40,7 +40,14 @@ class ShortlistSizes:
         """Constants of kernels that look for the largest logits."""
         num_tiles = self.num_tiles(vocab)
         tiles = {"TILE": self.tile, "NUM_TILES": num_tiles, "TILES": triton.next_power_of_2(num_tiles)}
-        return {"VOCAB": vocab, "CHUNK": self.chunk, "FIRST": self.first, "ROOM": self.room, "BLOCK": self.block, **tiles}
+        return {
+            "VOCAB": vocab,
+            "CHUNK": self.chunk,
+            "FIRST": self.first,
+            "ROOM": self.room,
+            "BLOCK": self.block,
+            **tiles,
+        }
 
 
 SIZES = ShortlistSizes()

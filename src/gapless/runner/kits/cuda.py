@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from functools import partial
 
 import torch
 
@@ -41,7 +40,7 @@ from gapless.runner.kits.base import (
 from gapless.runner.kv_store import KVStore
 from gapless.runner.native import NativeModel
 from gapless.runner.runner import Runner
-from gapless.runner.step import Sampler, Step
+from gapless.runner.step import Step
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class CudaKit:
         limits = resolved.limits
         kv = make_kv_store(device, resolved, heads_first=False)
         attention, choice = choose_attention(device, kv, resolved)
-        step = Step(model, attention, choose_sampler(resolved.dtype))
+        step = Step(model, attention, pick)
         runner = Runner(device, limits, kv, step)
         mixed = _weight_bytes(resolved) < MIXED_GRAPHS_BELOW_BYTES
         graphs = GraphRunner(runner, step, limits, progress, mixed=mixed)
@@ -99,11 +98,6 @@ def choose_attention(device: Device, kv: KVStore, resolved: Resolved) -> tuple[A
     attention, choice = make_attention(own, config.num_heads, limits, resolved.attention, replay_s)
     log.info("%s", choice)
     return attention, str(choice)
-
-
-def choose_sampler(dtype: torch.dtype) -> Sampler:
-    """A model's logits are no finer than its weights."""
-    return partial(pick, key_bits=16) if dtype == torch.bfloat16 else pick
 
 
 def _weight_bytes(resolved: Resolved) -> int:
