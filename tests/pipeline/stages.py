@@ -14,11 +14,13 @@ from unittest.mock import patch
 import torch
 from fault import GRAPHS, NATIVE, TOY
 
+from gapless.core.params import MAX_LOGPROBS
 from gapless.core.row_fields import SEAT_WORDS
 from gapless.device.base import Device
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.proof.stage import Cast, ModelStage, Room, fresh_device
 from gapless.proof.tiny import tiny_stage
+from gapless.runner.logprobs import score
 from gapless.runner.native import why_not
 from toy import VOCAB, toy_runner
 
@@ -67,7 +69,7 @@ class Played:
     def replay(self) -> None:
         from gapless.runner import graphs
 
-        with patching(graphs, begin=begin, end=end, begin_mixed=begin_mixed, end_mixed=end_mixed):
+        with patching(graphs, begin=begin, end=end, begin_mixed=begin_mixed, end_mixed=end_mixed, score_samples=score_samples):
             self._body()
 
 
@@ -138,6 +140,18 @@ def end_mixed(packed, tokens, inputs, last_token, length, out) -> None:
         if sample < 0:
             length[row] = end
     last_token[-1] = length[-1] = 0
+
+
+def score_samples(logits, tokens, places, num_top, out) -> None:
+    """What the kernel of this name does."""
+    most = min(MAX_LOGPROBS, logits.shape[1])
+    found = score(logits, tokens.clamp(min=0), most)
+    column = torch.arange(2 + 2 * most, device=logits.device)
+    is_id, is_logprob = (column >= 2) & (column < 2 + most), column >= 2 + most
+    wanted = ~is_id & ~is_logprob | is_id & (column < 2 + num_top) | is_logprob & (column < 2 + most + num_top)
+    at = places.long()[:, None] * (2 + 2 * num_top) + torch.where(is_logprob, column - most + num_top, column)
+    keep = wanted[None, :] & (places >= 0)[:, None]
+    out[at[keep]] = found[keep]
 
 
 @dataclass(frozen=True)

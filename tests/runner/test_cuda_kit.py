@@ -19,7 +19,7 @@ from gapless.kernels.batch_invariant import batch_invariant_product
 from gapless.models.loader import load_config
 from gapless.models.source import resolve as find
 from gapless.runner import graphs, ladder
-from gapless.runner.kits.cuda import CudaKit, choose_sampler, make_layers
+from gapless.runner.kits.cuda import CudaKit, make_layers
 from tiny import CPU
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has the real one: tests/gpu")
@@ -67,9 +67,3 @@ def test_layers(dtype: torch.dtype, batch_invariant: bool, fused: bool) -> None:
     layers: Any = make_layers(torch.device("cpu"), dtype, batch_invariant=batch_invariant)
     assert layers._fused is fused
     assert (layers._plain is batch_invariant_product) is batch_invariant
-
-
-def test_the_sampler_is_as_fine_as_the_weights() -> None:
-    fine: Any = choose_sampler(torch.bfloat16)
-    assert fine.keywords == {"key_bits": 16}
-    assert not hasattr(choose_sampler(torch.float32), "keywords")

@@ -1,9 +1,11 @@
-"""The sampler for NVIDIA GPUs, as one Triton program for each row: greedy, drawn, filtered, without a sort.
+"""The sampler for NVIDIA GPUs: greedy, drawn, filtered, without a sort, in two Triton kernels.
 
-The same meaning as `sampler.sample`, which is its oracle in tests. A filter keeps every token from some logit up; that
-logit is found digit by digit: each pass over the row says, for three candidates at once, how many tokens (or how
-much probability) stand at or above it. One program reads one row in a fixed order, so a row's token depends on nothing
-else in the batch, and all of it can be captured in a graph. Runs under Triton's interpreter too.
+The same meaning as `sampler.sample`, which is its oracle in tests. The first kernel surveys the logits
+(kernels/shortlist.py), the second picks a token, one program a row. A filter keeps every token from some logit up, and
+that logit is among the largest: the program compares each logit of the shortlist with each other one, which tells how
+many are larger and how much they weigh. A row without filters needs no shortlist: the sums of its tiles say in which
+tile the token is. Only a filter that keeps more tokens than the shortlist has room for reads the whole row again.
+Both kernels can be captured in a graph, and run under Triton's interpreter too.
 """
 
 from __future__ import annotations
@@ -17,20 +19,42 @@ import triton.language as tl
 from gapless.core.params import MAX_STOP_IDS
 from gapless.core.plan import NO_SAMPLE
 from gapless.core.row_fields import SEAT_WORDS
+from gapless.kernels.launch import launch_dependents_and_wait, pdl
+from gapless.kernels.shortlist import (
+    SIZES,
+    Figures,
+    ShortlistSizes,
+    key_of,
+    limit_for,
+    list_from,
+    load_list,
+    look,
+    sum_tiles,
+    survey_columns,
+)
 
-DIGIT_BITS = 2  # of a key, settled by one pass
+COLDEST = tl.constexpr(1e-30)  # a lower temperature is as good as this one, and its inverse may not be a number
 
 
 @triton.jit
-def _forbid(
-    logits, rows, places, stop_ids, min_total, VOCAB: tl.constexpr, NUM_STOPS: tl.constexpr, SEAT_WORDS: tl.constexpr
-):
-    """Put the stop tokens of a row that may not end yet out of reach."""
+def _survey(
+    logits, rows, places, temperatures, stop_ids, min_total, maxima, sums,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, NUM_TILES: tl.constexpr, NUM_STOPS: tl.constexpr,
+    SEAT_WORDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The figures of some tiles of one row: sums only where a token will be drawn."""
+    launch_dependents_and_wait(PDL)
     i = tl.program_id(0).to(tl.int64)
     seat = tl.load(rows + i) * SEAT_WORDS
-    stop = tl.load(stop_ids + seat + tl.arange(0, NUM_STOPS))
-    if tl.load(places + i) + 1 < tl.load(min_total + seat):
-        tl.store(logits + i * VOCAB + stop, -float("inf"), mask=stop >= 0)
+    is_early = tl.load(places + i) + 1 < tl.load(min_total + seat)
+    tile, column = survey_columns(TILE, SPAN)
+    x = look(logits + i * VOCAB, column, stop_ids + seat, is_early, VOCAB, NUM_STOPS)
+    largest = tl.max(x, axis=1)
+    tl.store(maxima + i * NUM_TILES + tile, largest, mask=tile < NUM_TILES)
+    temperature = tl.load(temperatures + seat)
+    if temperature > 0:
+        total = sum_tiles(x, largest, 1.0 / tl.maximum(temperature, COLDEST))
+        tl.store(sums + i * NUM_TILES + tile, total, mask=tile < NUM_TILES)
 
 
 @triton.jit
@@ -54,69 +78,60 @@ def _uniform(seed, place):
 
 
 @triton.jit
-def _load(base, column, VOCAB: tl.constexpr, KEY_BITS: tl.constexpr):
-    """Logits, as precise as keys of so many bits."""
-    x = tl.load(base + column, mask=column < VOCAB, other=-float("inf")).to(tl.float32)
-    return _rounded(x, KEY_BITS)
+def _slot_at(weight, target, SLOTS: tl.constexpr):
+    """The first slot at which the running sum of weights [SLOTS] passes `target`, and the sum before that slot.
+
+    A sum taken in a different order may end below the target: then the last slot that weighs something.
+    """
+    slot = tl.arange(0, SLOTS)
+    reached = tl.cumsum(weight.to(tl.float64), axis=0)
+    last = tl.max(tl.where(weight > 0, slot, 0), axis=0)
+    found = tl.minimum(tl.sum((reached <= target).to(tl.int32), axis=0), last)
+    return found, tl.sum(tl.where(slot == found, reached - weight, 0.0), axis=0)
 
 
 @triton.jit
-def _rounded(x, KEY_BITS: tl.constexpr):
-    """To bfloat16, half to even, as float32: by hand, since the interpreter's conversion cuts off."""
-    if KEY_BITS == 16:
-        bits = x.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        x = bits.to(tl.float32, bitcast=True)
-    return x
+def _compare(values, x, count, top, warmth, ROOM: tl.constexpr):
+    """How many of the shortlist are larger than each of it [ROOM], and how much those weigh."""
+    larger = tl.zeros([ROOM], tl.int32)
+    mass = tl.zeros([ROOM], tl.float32)
+    for start in range(0, count, 8):
+        for i in tl.static_range(8):
+            other = tl.load(values + start + i, mask=start + i < count, other=-float("inf"))
+            is_larger = other > x
+            larger += is_larger.to(tl.int32)
+            mass += tl.where(is_larger, tl.exp((other - top) * warmth), 0.0)
+    return larger, mass
 
 
 @triton.jit
-def _key(x, KEY_BITS: tl.constexpr):
-    """Whole numbers in the order of the logits; 16 bits tell bfloat16 numbers apart."""
-    bits = x.to(tl.uint32, bitcast=True)
-    ordered = bits ^ tl.where(bits >> 31 == 1, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
-    return ordered >> (32 - KEY_BITS)
-
-
-@triton.jit
-def _weight(x, key, top, warmth, floor_key, floor):
+def _weight(x, top, warmth, floor_key, floor):
     """Unnormalized probability of what the filters left standing."""
-    return tl.where((key >= floor_key) & (x >= floor), tl.exp((x - top) * warmth), 0.0)
-
-
-@triton.jit
-def _largest(base, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit and the first place it has; NaN counts as nothing."""
-    best = tl.full([BLOCK], -float("inf"), tl.float32)
-    place = tl.full([BLOCK], VOCAB - 1, tl.int32)
-    for start in range(0, VOCAB, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        x = _load(base, column, VOCAB, 32)
-        place = tl.where(x > best, column, place)
-        best = tl.where(x > best, x, best)
-    top = tl.max(best, axis=0)
-    return top, tl.min(tl.where(best == top, place, VOCAB - 1), axis=0)
+    return tl.where((key_of(x) >= floor_key) & (x >= floor), tl.exp((x - top) * warmth), 0.0)
 
 
 @triton.jit
 def _lowest_key(
-    base, top, warmth, floor_key, wanted,
-    BY_MASS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, KEY_BITS: tl.constexpr, DIGIT_BITS: tl.constexpr,
+    base, stops, is_early, top, warmth, floor_key, wanted,
+    BY_MASS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr,
 ):  # fmt: skip
-    """The largest key such that the tokens at or above it are at least `wanted`, by count or by probability."""
+    """The largest key such that the tokens at or above it are at least `wanted`, by count or by probability.
+
+    Two bits of the key by each pass over the row.
+    """
     found = tl.full([], 0, tl.uint32)
-    unit = tl.full([], 1 << (KEY_BITS - DIGIT_BITS), tl.uint32)  # of the digit that is looked for
-    for _ in range(KEY_BITS // DIGIT_BITS):
+    unit = tl.full([], 1 << 30, tl.uint32)  # of the digit that is looked for
+    for _ in range(16):
         sum_1 = tl.zeros([BLOCK], tl.float32)
         sum_2 = tl.zeros([BLOCK], tl.float32)
         sum_3 = tl.zeros([BLOCK], tl.float32)
         for start in range(0, VOCAB, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            x = _load(base, column, VOCAB, KEY_BITS)
-            key = _key(x, KEY_BITS)
+            x = look(base, column, stops, is_early, VOCAB, NUM_STOPS)
+            key = key_of(x)
             amount = (column < VOCAB).to(tl.float32)
             if BY_MASS:
-                amount = _weight(x, key, top, warmth, floor_key, -float("inf"))
+                amount = _weight(x, top, warmth, floor_key, -float("inf"))
             sum_1 += tl.where(key >= found + unit, amount, 0.0)
             sum_2 += tl.where(key >= found + 2 * unit, amount, 0.0)
             sum_3 += tl.where(key >= found + 3 * unit, amount, 0.0)
@@ -124,72 +139,126 @@ def _lowest_key(
         enough += (tl.sum(sum_2, axis=0) >= wanted).to(tl.uint32)
         enough += (tl.sum(sum_3, axis=0) >= wanted).to(tl.uint32)
         found += enough * unit
-        unit = unit >> DIGIT_BITS
+        unit = unit >> 2
     return found
 
 
 @triton.jit
-def _mass(base, top, warmth, floor_key, floor, VOCAB: tl.constexpr, BLOCK: tl.constexpr, KEY_BITS: tl.constexpr):
+def _mass(
+    base, stops, is_early, top, warmth, floor_key, floor,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr,
+):  # fmt: skip
     """Sum of all weights."""
     total = tl.full([], 0.0, tl.float64)
     for start in range(0, VOCAB, BLOCK):
-        x = _load(base, start + tl.arange(0, BLOCK), VOCAB, KEY_BITS)
-        total += tl.sum(_weight(x, _key(x, KEY_BITS), top, warmth, floor_key, floor), axis=0).to(tl.float64)
+        x = look(base, start + tl.arange(0, BLOCK), stops, is_early, VOCAB, NUM_STOPS)
+        total += tl.sum(_weight(x, top, warmth, floor_key, floor), axis=0).to(tl.float64)
     return total
 
 
 @triton.jit
+def _draw_from_row(
+    base, stops, is_early, top, token, warmth, floor, top_k, top_p, uniform,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr,
+):  # fmt: skip
+    """The same by passes over the whole row, for filters that keep more than a shortlist holds."""
+    floor_key = tl.full([], 0, tl.uint32)
+    if (top_k > 0) & (top_k < VOCAB):
+        wanted = top_k.to(tl.float32)
+        floor_key = _lowest_key(base, stops, is_early, top, warmth, floor_key, wanted, False, VOCAB, BLOCK, NUM_STOPS)
+    if top_p < 1:
+        kept = _mass(base, stops, is_early, top, warmth, floor_key, -float("inf"), VOCAB, BLOCK, NUM_STOPS)
+        wanted = (kept * top_p).to(tl.float32)
+        floor_key = _lowest_key(base, stops, is_early, top, warmth, floor_key, wanted, True, VOCAB, BLOCK, NUM_STOPS)
+    target = uniform * _mass(base, stops, is_early, top, warmth, floor_key, floor, VOCAB, BLOCK, NUM_STOPS)
+    before = tl.full([], 0.0, tl.float64)
+    for start in range(0, VOCAB, BLOCK):
+        x = look(base, start + tl.arange(0, BLOCK), stops, is_early, VOCAB, NUM_STOPS)
+        weight = _weight(x, top, warmth, floor_key, floor)
+        after = before + tl.sum(weight, axis=0).to(tl.float64)
+        if (before <= target) & (target < after):
+            slot, _ = _slot_at(weight, target - before, BLOCK)
+            token = start + slot
+        before = after
+    return token
+
+
+@triton.jit
 def _pick(
-    logits, rows, places, temperatures, top_p, min_p, top_k, seed, tokens,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, KEY_BITS: tl.constexpr, DIGIT_BITS: tl.constexpr,
-    NO_SAMPLE: tl.constexpr, SEAT_WORDS: tl.constexpr,
+    logits, rows, places, temperatures, top_ps, min_ps, top_ks, seeds, stop_ids, min_total,
+    maxima, sums, near, values, ids, tokens,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
+    FIRST: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr,
+    NO_SAMPLE: tl.constexpr, SEAT_WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The next token of one row; NO_SAMPLE where its largest logit is not finite."""
+    launch_dependents_and_wait(PDL)
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i)
     seat = row * SEAT_WORDS
     base = logits + i * VOCAB
+    stops = stop_ids + seat
+    place = tl.load(places + i)
+    is_early = place + 1 < tl.load(min_total + seat)
+    tile = tl.arange(0, TILES)
+    here = tile < NUM_TILES
+    largest = tl.load(maxima + i * NUM_TILES + tile, mask=here, other=-float("inf"))
+    top = tl.max(largest, axis=0)
+    is_fine = (top > -float("inf")) & (top < float("inf"))
     temperature = tl.load(temperatures + seat)
-    top, token = _largest(base, VOCAB, BLOCK)
-    fine = (top > -float("inf")) & (top < float("inf"))
-    count = tl.load(top_k + seat)
-    if (temperature > 0) & (count != 1):
-        top = _rounded(top, KEY_BITS)
-        warmth = 1.0 / temperature
-        floor = top + temperature * tl.log(tl.load(min_p + seat))  # of min-p; log 0 is -inf: none
-        floor_key = tl.full([], 0, tl.uint32)
-        if (count > 0) & (count < VOCAB):
-            wanted = count.to(tl.float32)
-            floor_key = _lowest_key(base, top, warmth, floor_key, wanted, False, VOCAB, BLOCK, KEY_BITS, DIGIT_BITS)
-        share = tl.load(top_p + seat)
-        if share < 1:
-            kept = _mass(base, top, warmth, floor_key, -float("inf"), VOCAB, BLOCK, KEY_BITS)
-            wanted = (kept * share).to(tl.float32)
-            floor_key = _lowest_key(base, top, warmth, floor_key, wanted, True, VOCAB, BLOCK, KEY_BITS, DIGIT_BITS)
-        target = _mass(base, top, warmth, floor_key, floor, VOCAB, BLOCK, KEY_BITS)
-        target = target * _uniform(tl.load(seed + row * (SEAT_WORDS // 2)), tl.load(places + i))
-        before = tl.full([], 0.0, tl.float64)
-        for start in range(0, VOCAB, BLOCK):
-            x = _load(base, start + tl.arange(0, BLOCK), VOCAB, KEY_BITS)
-            weight = _weight(x, _key(x, KEY_BITS), top, warmth, floor_key, floor)
-            after = before + tl.sum(weight, axis=0).to(tl.float64)
-            if (before <= target) & (target < after):
-                reached = before + tl.cumsum(weight, axis=0).to(tl.float64)
-                place = start + tl.sum((reached <= target).to(tl.int32), axis=0)
-                token = tl.minimum(place, VOCAB - 1)
-            before = after
-    tl.store(tokens + i, tl.where(fine, token, NO_SAMPLE).to(tl.int64))
-
-
-def forbid_stops(
-    logits: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, fields: Mapping[str, torch.Tensor]
-) -> None:
-    """Overwrite the logits of stop tokens in rows that may not end yet."""
-    num_rows, vocab = logits.shape
-    _forbid[(num_rows,)](
-        logits, rows, places, fields["stop_ids"], fields["min_total"],
-        VOCAB=vocab, NUM_STOPS=MAX_STOP_IDS, SEAT_WORDS=SEAT_WORDS, num_warps=1,
-    )  # fmt: skip
+    token = tl.full([], NO_SAMPLE, tl.int32)
+    if is_fine & (temperature == 0):
+        first = tl.min(tl.where(largest == top, tile, TILES), axis=0) * TILE
+        column = first + tl.arange(0, TILE)
+        x = look(base, column, stops, is_early, VOCAB, NUM_STOPS)
+        token = tl.min(tl.where(x == top, column, VOCAB - 1), axis=0)
+    if is_fine & (temperature > 0):
+        warmth = 1.0 / tl.maximum(temperature, COLDEST)
+        top_k = tl.load(top_ks + seat)
+        top_p = tl.load(top_ps + seat)
+        floor = top + temperature * tl.log(tl.load(min_ps + seat))  # of min-p; log 0 is -inf: none
+        uniform = _uniform(tl.load(seeds + row * (SEAT_WORDS // 2)), place)
+        has_k = (top_k > 0) & (top_k < VOCAB)
+        most = tl.where(has_k, top_k, VOCAB)
+        mass = tl.load(sums + i * NUM_TILES + tile, mask=here, other=0.0) * tl.exp((largest - top) * warmth)
+        total = tl.sum(mass.to(tl.float64), axis=0)
+        if has_k | (top_p < 1) | (floor > -float("inf")):
+            values += i * ROOM
+            ids += i * ROOM
+            least = tl.where(has_k, tl.maximum(top_k, FIRST), FIRST)
+            count = least * 0
+            is_enough = least < 0
+            while (least <= ROOM) & (is_enough == 0):
+                limit = limit_for(largest, top, least)
+                count = list_from(
+                    limit, base, largest, near + i * NUM_TILES, values, ids, stops, is_early,
+                    VOCAB, TILE, NUM_TILES, TILES, CHUNK, ROOM, NUM_STOPS,
+                )  # fmt: skip
+                x, _ = load_list(values, ids, count, ROOM)
+                listed = tl.sum(tl.exp((x - top) * warmth), axis=0)
+                is_enough = tl.where(has_k, count >= top_k, (floor >= limit) | (top_p < 1) & (listed >= top_p * total))
+                is_enough = (count <= ROOM) & (is_enough | (limit == -float("inf")))
+                least = tl.where(count <= ROOM, 4 * least, ROOM + 1)
+            if is_enough:
+                x, listed_ids = load_list(values, ids, count, ROOM)
+                larger, above = _compare(values, x, count, top, warmth, ROOM)
+                weight = tl.where(larger < most, tl.exp((x - top) * warmth), 0.0)
+                share = tl.where(has_k, tl.sum(weight, axis=0), total.to(tl.float32)) * top_p
+                share = tl.where(top_p < 1, share, float("inf"))
+                weight = tl.where((larger == 0) | (above < share) & (x >= floor), weight, 0.0)
+                slot, _ = _slot_at(weight, uniform * tl.sum(weight.to(tl.float64), axis=0), ROOM)
+                token = tl.sum(tl.where(tl.arange(0, ROOM) == slot, listed_ids, 0), axis=0)
+            else:
+                token = _draw_from_row(
+                    base, stops, is_early, top, token, warmth, floor, top_k, top_p, uniform, VOCAB, BLOCK, NUM_STOPS
+                )
+        else:
+            target = uniform * total
+            slot, before = _slot_at(mass, target, TILES)
+            x = look(base, slot * TILE + tl.arange(0, TILE), stops, is_early, VOCAB, NUM_STOPS)
+            inner, _ = _slot_at(tl.exp((x - top) * warmth), target - before, TILE)
+            token = slot * TILE + inner
+    tl.store(tokens + i, token.to(tl.int64))
 
 
 def draw(
@@ -197,9 +266,7 @@ def draw(
     rows: torch.Tensor,
     places: torch.Tensor,
     fields: Mapping[str, torch.Tensor],
-    *,
-    key_bits: int,
-    block: int,
+    sizes: ShortlistSizes = SIZES,
 ) -> torch.Tensor:
     """Tokens [n] int64 for logits [n, vocab] of rows [n], which will have these places [n].
 
@@ -207,10 +274,16 @@ def draw(
     """
     num_rows, vocab = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    figures = Figures.empty(logits, sizes)
+    stops = (fields["stop_ids"], fields["min_total"])
+    common = {"NUM_STOPS": MAX_STOP_IDS, "SEAT_WORDS": SEAT_WORDS, **pdl()}
+    _survey[(num_rows, triton.cdiv(sizes.num_tiles(vocab), sizes.span))](
+        logits, rows, places, fields["temperature"], *stops, figures.maxima, figures.sums,
+        num_warps=8, **sizes.survey(vocab), **common,
+    )  # fmt: skip
     drawn = (fields[name] for name in ("temperature", "top_p", "min_p", "top_k", "seed"))
     _pick[(num_rows,)](
-        logits, rows, places, *drawn, tokens,
-        VOCAB=vocab, BLOCK=min(block, triton.next_power_of_2(vocab)),
-        KEY_BITS=key_bits, DIGIT_BITS=DIGIT_BITS, NO_SAMPLE=NO_SAMPLE, SEAT_WORDS=SEAT_WORDS, num_warps=8,
+        logits, rows, places, *drawn, *stops, figures.maxima, figures.sums, figures.near, figures.values, figures.ids,
+        tokens, NO_SAMPLE=NO_SAMPLE, num_warps=sizes.num_warps, **sizes.search(vocab), **common,
     )  # fmt: skip
     return tokens

@@ -1,31 +1,55 @@
-"""The sampler for NVIDIA GPUs: which of its kernels a step launches. `sampler.sample` has the same meaning in torch."""
+"""Sampling and log-probabilities on NVIDIA GPUs: which kernels a step launches.
+
+`sampler.sample` and `logprobs.score` have the same meaning in torch.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from gapless.core.plan import score_width
 from gapless.core.row_fields import ALL_NEEDS, need
 from gapless.kernels.argmax import argmax
-from gapless.kernels.draw import draw, forbid_stops
+from gapless.kernels.draw import draw
+from gapless.kernels.scores import score_rows
+from gapless.kernels.shortlist import SIZES, ShortlistSizes
 from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import seat_columns
 
-MIN_TOKENS = need("min_total")
-READ = MIN_TOKENS | need("temperature", "top_k", "top_p", "min_p")  # by the kernels
+READ = need("temperature", "top_k", "top_p", "min_p", "min_total")  # by the kernels
 assert READ == ALL_NEEDS, "no kernel reads one of the row fields: a GPU would ignore it without a word"
 
 
-def pick(
-    logits: torch.Tensor, sampled: SampledRows, needs: int, *, key_bits: int = 32, block: int = 4096
-) -> torch.Tensor:
-    """Tokens [n] int64, as `sampler.sample` would choose them; what a row does not use costs it nothing.
+def pick(logits: torch.Tensor, sampled: SampledRows, needs: int, *, sizes: ShortlistSizes = SIZES) -> torch.Tensor:
+    """Tokens [n] int64, as `sampler.sample` would choose them. What a row does not use costs it next to nothing.
 
-    Logits of forbidden stop tokens are overwritten. With 16 key bits, tokens are drawn from logits rounded to bfloat16,
-    and filters take half the passes; greedy rows are exact.
+    Logits are read, never written: a log-probability may be computed from them afterwards.
     """
     if not needs:
         return argmax(logits)
-    rows, places, fields = sampled.rows, sampled.places, seat_columns(sampled.seats)
-    if needs & MIN_TOKENS:
-        forbid_stops(logits, rows, places, fields)
-    return draw(logits, rows, places, fields, key_bits=key_bits, block=block)
+    return draw(logits, sampled.rows, sampled.places, seat_columns(sampled.seats), sizes)
+
+
+def score_samples(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    places: torch.Tensor,
+    num_top: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    sizes: ShortlistSizes = SIZES,
+) -> None:
+    """Write the scores of tokens [n] int64 under logits [n, vocab] into `out` int32, without a value from the host.
+
+    places [n] int32: which score of `out` is that of each row, -1 where it has none. num_top [1] int32. A score has
+    `score_width(num_top)` numbers; of equal logits the lower token comes first. NO_SAMPLE is scored as token 0.
+    """
+    score_rows(logits, tokens, places, num_top, out, sizes)
+
+
+def score(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
+    """Scores [n, score_width] int32 of tokens [n] int64, as `logprobs.score` has them, by the same kernels."""
+    places = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
+    out = torch.empty(len(logits), score_width(num_top), dtype=torch.int32, device=logits.device)
+    score_samples(logits, tokens, places, torch.full_like(places[:1], num_top), out)
+    return out

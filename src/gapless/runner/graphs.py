@@ -28,9 +28,9 @@ from gapless.core.row_fields import ALL_NEEDS
 from gapless.device.base import Buffer
 from gapless.kernels.ends import DecodeInputs, begin, end
 from gapless.kernels.mixed import NO_SCORE, MixedInputs, begin_mixed, end_mixed
+from gapless.runner.draw import score_samples
 from gapless.runner.fill import Filled
 from gapless.runner.ladder import Shape, decode_shapes, mixed_shapes
-from gapless.runner.logprobs import score_samples
 from gapless.runner.mixed import mixed_capacity, pack_mixed, score_places
 from gapless.runner.processors import SampledRows
 from gapless.runner.runner import Runner

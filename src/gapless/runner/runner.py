@@ -108,7 +108,7 @@ class Runner:
             slice_size=self._num_rows,
         )
         scored = packed.score_samples.long()
-        write_scores(out, plan.num_top, found.logits[scored], found.tokens[scored], targets)
+        write_scores(out, plan.num_top, found.logits[scored], found.tokens[scored], targets, self._step.score)
 
 
 def spans(plan: Plan) -> tuple[Span, ...]:

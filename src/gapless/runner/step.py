@@ -35,6 +35,10 @@ class Sampler(Protocol):
         """Tokens [n] int64 for logits [n, vocab], which stay as they are; `needs` says what any of the rows needs."""
 
 
+# (logits [n, vocab], tokens [n] int64, num_top) -> scores [n, score_width] int32
+Score = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """The inputs of the model in one step, and the rows that it samples."""
@@ -58,10 +62,12 @@ class Outputs:
 class Step:
     """From inputs to tokens."""
 
-    def __init__(self, model: Model, attention: Attention, sampler: Sampler) -> None:
+    def __init__(self, model: Model, attention: Attention, sampler: Sampler, score: Score | None = None) -> None:
+        """score: of this device, with the meaning of `logprobs.score`; None: that one."""
         self.model = model
         self.attention = attention
         self.sampler = sampler
+        self.score = score
 
     def run(self, inputs: Inputs, needs: int) -> Outputs:
         hidden = self.model.forward(inputs.token_ids, inputs.positions, self.attention.begin(inputs.batch))
@@ -83,12 +89,20 @@ class Targets:
     slice_size: int  # places at a time: the logits of a whole prompt would not fit into memory
 
 
-def write_scores(out: torch.Tensor, num_top: int, logits: torch.Tensor, tokens: torch.Tensor, targets: Targets) -> None:
+def write_scores(
+    out: torch.Tensor,
+    num_top: int,
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    targets: Targets,
+    by: Score | None = None,
+) -> None:
     """Log-probabilities of tokens [n] under logits [n, vocab], then those of the targets, into `out`."""
+    by = by or score
     scores = out.view(-1, score_width(num_top))
     count, size = len(logits), targets.slice_size
     if count:
-        scores[:count] = score(logits, tokens.clamp(min=0), num_top)  # NO_SAMPLE has no logit
+        scores[:count] = by(logits, tokens.clamp(min=0), num_top)  # NO_SAMPLE has no logit
     for start in range(0, len(targets.tokens), size):
         part = slice(start, start + size)
-        scores[count:][part] = score(targets.logits_of(targets.places[part]), targets.tokens[part], num_top)
+        scores[count:][part] = by(targets.logits_of(targets.places[part]), targets.tokens[part], num_top)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from functools import partial
 
 import torch
 
@@ -23,7 +22,7 @@ from gapless.models.loader import load_model
 from gapless.models.skinny_layers import SkinnyLayers
 from gapless.models.source import ModelSource
 from gapless.runner.attention_choice import candidates, make_attention
-from gapless.runner.draw import pick
+from gapless.runner.draw import pick, score
 from gapless.runner.graphs import GraphRunner
 from gapless.runner.kits.base import (
     BuildProgress,
@@ -39,7 +38,7 @@ from gapless.runner.kits.base import (
 from gapless.runner.kv_store import KVStore
 from gapless.runner.native import NativeModel
 from gapless.runner.runner import Runner
-from gapless.runner.step import Sampler, Step
+from gapless.runner.step import Step
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class CudaKit:
         limits = resolved.limits
         kv = make_kv_store(device, resolved, heads_first=False)
         attention, choice = choose_attention(device, kv, resolved)
-        step = Step(model, attention, choose_sampler(resolved.dtype))
+        step = Step(model, attention, pick, score)
         runner = Runner(device, limits, kv, step)
         graphs = GraphRunner(runner, step, limits, progress)
         return Built(resolved, device, graphs, in_blocks(kv, limits.block_size), str(graphs.cost), choice)
@@ -94,8 +93,3 @@ def choose_attention(device: Device, kv: KVStore, resolved: Resolved) -> tuple[A
     attention, choice = make_attention(own, config.num_heads, limits, resolved.attention, replay_s)
     log.info("%s", choice)
     return attention, str(choice)
-
-
-def choose_sampler(dtype: torch.dtype) -> Sampler:
-    """A model's logits are no finer than its weights."""
-    return partial(pick, key_bits=16) if dtype == torch.bfloat16 else pick

@@ -1,0 +1,153 @@
+"""Log-probabilities for NVIDIA GPUs, in two Triton kernels that a graph can hold: survey, then one program a row.
+
+The same meaning as `logprobs.score`, which is its oracle in tests. Of equal logits the lower token comes first, and a
+NaN has no probability. Most rows need their shortlist alone (kernels/shortlist.py). A rank that lies below it takes
+one more pass over the row, and likeliest tokens that tie with more than it has room for one pass each.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from gapless.kernels.launch import launch_dependents_and_wait, pdl
+from gapless.kernels.shortlist import (
+    SIZES,
+    Figures,
+    ShortlistSizes,
+    limit_for,
+    list_from,
+    load_list,
+    look,
+    sum_tiles,
+    survey_columns,
+)
+
+UNALIGNED = ["tokens", "places", "num_top", "out"]  # they may begin anywhere in a buffer
+
+
+@triton.jit(do_not_specialize_on_alignment=["places"])
+def _survey(
+    logits, places, maxima, sums,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, NUM_TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The figures of some tiles of one row, if it has a score."""
+    launch_dependents_and_wait(PDL)
+    i = tl.program_id(0).to(tl.int64)
+    if tl.load(places + i) >= 0:
+        tile, column = survey_columns(TILE, SPAN)
+        x = look(logits + i * VOCAB, column, places, False, VOCAB, 0)
+        largest = tl.max(x, axis=1)
+        tl.store(maxima + i * NUM_TILES + tile, largest, mask=tile < NUM_TILES)
+        tl.store(sums + i * NUM_TILES + tile, sum_tiles(x, largest, 1.0), mask=tile < NUM_TILES)
+
+
+@triton.jit
+def _num_larger(base, own, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """How many logits of a row are larger than one of them."""
+    larger = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, VOCAB, BLOCK):
+        x = look(base, start + tl.arange(0, BLOCK), base, False, VOCAB, 0)
+        larger += (x > own).to(tl.int32)
+    return tl.sum(larger, axis=0)
+
+
+@triton.jit
+def _next_best(base, above, after, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest logit of a row behind the one that is `above` at the place `after`, and the first place it has."""
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    place = tl.full([BLOCK], VOCAB, tl.int32)
+    for start in range(0, VOCAB, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = look(base, column, base, False, VOCAB, 0)
+        is_left = ((x < above) | ((x == above) & (column > after))) & (column < VOCAB)
+        is_better = is_left & ((x > best) | (place == VOCAB))
+        best = tl.where(is_better, x, best)
+        place = tl.where(is_better, column, place)
+    top = tl.max(best, axis=0)
+    return top, tl.min(tl.where(best == top, place, VOCAB), axis=0)
+
+
+@triton.jit
+def _order(values, x, count, ROOM: tl.constexpr):
+    """The place of each logit of the shortlist [ROOM] in descending order, equals by their place in the list."""
+    slot = tl.arange(0, ROOM)
+    order = tl.zeros([ROOM], tl.int32)
+    for start in range(0, count, 8):
+        for i in tl.static_range(8):
+            other = tl.load(values + start + i, mask=start + i < count, other=-float("inf"))
+            order += ((other > x) | ((other == x) & (start + i < slot))).to(tl.int32)
+    return order
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _score(
+    logits, tokens, places, num_top, maxima, sums, near, values, ids, out,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
+    FIRST: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The score of one row, if it has one."""
+    launch_dependents_and_wait(PDL)
+    i = tl.program_id(0).to(tl.int64)
+    place = tl.load(places + i)
+    if place >= 0:
+        base = logits + i * VOCAB
+        wanted = tl.load(num_top)
+        out += place.to(tl.int64) * (2 + 2 * wanted)
+        tile = tl.arange(0, TILES)
+        here = tile < NUM_TILES
+        largest = tl.load(maxima + i * NUM_TILES + tile, mask=here, other=-float("inf"))
+        total = tl.load(sums + i * NUM_TILES + tile, mask=here, other=0.0)
+        top = tl.max(largest, axis=0)
+        log_total = tl.log(tl.sum(total * tl.exp(largest - top), axis=0))
+        values += i * ROOM
+        ids += i * ROOM
+        limit = limit_for(largest, top, tl.maximum(wanted, FIRST))
+        count = list_from(
+            limit, base, largest, near + i * NUM_TILES, values, ids, base, False,
+            VOCAB, TILE, NUM_TILES, TILES, CHUNK, ROOM, 0,
+        )  # fmt: skip
+        x, token = load_list(values, ids, count, ROOM)
+        own = look(base, tl.maximum(tl.load(tokens + i), 0), base, False, VOCAB, 0)  # NO_SAMPLE has no logit
+        larger = tl.sum((x > own).to(tl.int32), axis=0)
+        if (own < limit) | (count > ROOM):
+            larger = _num_larger(base, own, VOCAB, BLOCK)
+        tl.store(out, ((own - top) - log_total).to(tl.int32, bitcast=True))
+        tl.store(out + 1, larger + 1)
+        if (wanted <= count) & (count <= ROOM):
+            order = _order(values, x, count, ROOM)
+            is_told = (order < wanted) & (tl.arange(0, ROOM) < count)
+            tl.store(out + 2 + order, token, mask=is_told)
+            tl.store(out + 2 + wanted + order, ((x - top) - log_total).to(tl.int32, bitcast=True), mask=is_told)
+        else:
+            above = tl.full([], float("inf"), tl.float32)
+            after = tl.full([], -1, tl.int32)
+            for slot in range(wanted):
+                above, after = _next_best(base, above, after, VOCAB, BLOCK)
+                tl.store(out + 2 + slot, after)
+                tl.store(out + 2 + wanted + slot, ((above - top) - log_total).to(tl.int32, bitcast=True))
+
+
+def score_rows(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    places: torch.Tensor,
+    num_top: torch.Tensor,
+    out: torch.Tensor,
+    sizes: ShortlistSizes = SIZES,
+) -> None:
+    """Write the scores of tokens [n] int64 under logits [n, vocab] to `out` int32.
+
+    places [n] int32: which score of `out` each row has, -1 for none. num_top [1] int32: likeliest tokens in each.
+    """
+    num_rows, vocab = logits.shape
+    figures = Figures.empty(logits, sizes)
+    _survey[(num_rows, triton.cdiv(sizes.num_tiles(vocab), sizes.span))](
+        logits, places, figures.maxima, figures.sums, num_warps=8, **sizes.survey(vocab), **pdl()
+    )
+    _score[(num_rows,)](
+        logits, tokens, places, num_top,
+        figures.maxima, figures.sums, figures.near, figures.values, figures.ids, out,
+        num_warps=sizes.num_warps, **sizes.search(vocab), **pdl(),
+    )  # fmt: skip
