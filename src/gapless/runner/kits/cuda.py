@@ -18,6 +18,7 @@ from gapless.config import EngineOptions
 from gapless.device.base import Device
 from gapless.device.cuda import replay_s
 from gapless.kernels.batch_invariant import batch_invariant_product
+from gapless.kernels.cublas import product_shapes
 from gapless.models.config import ModelConfig
 from gapless.models.layers import Layers
 from gapless.models.loader import load_model
@@ -74,6 +75,7 @@ class CudaKit:
         runner = Runner(device, limits, kv, step)
         mixed = _weight_bytes(resolved) < MIXED_GRAPHS_BELOW_BYTES
         graphs = GraphRunner(runner, step, limits, progress, mixed=mixed)
+        device.late.watch_names("first product", product_shapes)
         return Built(resolved, device, graphs, in_blocks(kv, limits.block_size), str(graphs.cost), choice)
 
 
