@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from gapless.device.late import Late
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Buffer:
@@ -104,7 +107,13 @@ class Device(Protocol):
     def watch(self) -> AbstractContextManager[None]:
         """Within a timed computation, around work that is launched piece by piece: idle time between the pieces is
         found, and given to the step's timer. Nothing where a step is not timed, or is one piece.
+
+        Pieces are kernels of Triton, operations of torch, and calls of what `as_launch` made. Work that is launched in
+        any other way, such as a captured graph, would be taken for idle time.
         """
+
+    def as_launch(self, fn: Callable[P, T]) -> Callable[P, T]:
+        """`fn`, which launches work that neither Triton nor torch knows of, as one piece for `watch`."""
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
         """Make a zeroed buffer in device memory, or in host memory from which copies can be asynchronous."""

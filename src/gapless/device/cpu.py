@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gapless.device.base import INSIDE, NEVER, Buffer, Event, Stream
+from gapless.device.base import INSIDE, NEVER, Buffer, Event, P, Stream, T
 from gapless.device.late import Late
 from gapless.errors import CapacityError
 
@@ -253,6 +253,9 @@ class CpuDevice:
 
     def watch(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def as_launch(self, fn: Callable[P, T]) -> Callable[P, T]:
+        return fn
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
         size = math.prod(shape) * dtype.itemsize

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from gapless.device import kernel_hooks
-from gapless.device.base import COMPUTE, D2H, H2D, INSIDE, NEVER, STREAMS, Buffer, Event
+from gapless.device.base import COMPUTE, D2H, H2D, INSIDE, NEVER, STREAMS, Buffer, Event, P, T
 from gapless.device.cuda_watch import LaunchWatch
 from gapless.device.late import Late
 
@@ -187,6 +187,14 @@ class CudaDevice:
     def watch(self) -> AbstractContextManager[None]:
         timer = None if self._clock is None else self._clock.timer
         return nullcontext() if timer is None else timer.watch.on()
+
+    def as_launch(self, fn: Callable[P, T]) -> Callable[P, T]:
+        def launched(*args: P.args, **kwargs: P.kwargs) -> T:
+            timer = None if self._clock is None else self._clock.timer
+            with nullcontext() if timer is None else timer.watch.piece():
+                return fn(*args, **kwargs)
+
+        return launched
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
         if host:

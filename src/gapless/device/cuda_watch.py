@@ -52,6 +52,7 @@ class LaunchWatch:
         self._used: list[torch.cuda.Event] = []
         self._stretches: list[Stretch] = []
         self._thread = 0
+        self._is_on = False
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -61,11 +62,25 @@ class LaunchWatch:
         self._late.note_allocations()
         self._entered = self._left = time.perf_counter()
         self._last = self._mark()
+        self._is_on = True
         try:
             with around_launches(self._before_kernel, self._after_kernel), _Operations(self.before, self.after):
                 yield
         finally:
+            self._is_on = False
             self.before()
+
+    @contextmanager
+    def piece(self) -> Iterator[None]:
+        """The block is one launch, while the watch is on."""
+        if not self._is_on:
+            yield
+            return
+        self.before()
+        try:
+            yield
+        finally:
+            self.after()
 
     def before(self) -> None:
         """The host is about to launch something."""

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from gapless.device.base import Buffer, Device, Event, Stream, Timer
+from gapless.device.base import Buffer, Device, Event, P, Stream, T, Timer
 
 
 class WrappedDevice:
@@ -37,6 +37,9 @@ class WrappedDevice:
 
     def watch(self) -> AbstractContextManager[None]:
         return self._inner.watch()
+
+    def as_launch(self, fn: Callable[P, T]) -> Callable[P, T]:
+        return self._inner.as_launch(fn)
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
         return self._inner.buffer(name, shape, dtype, host=host)

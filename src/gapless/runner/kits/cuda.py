@@ -98,7 +98,7 @@ def choose_attention(device: Device, kv: KVStore, resolved: Resolved) -> tuple[A
         num_cores=device.num_cores,
         batch_invariant=resolved.batch_invariant,
     )
-    attention, choice = make_attention(own, config.num_heads, limits, resolved.attention, replay_s)
+    attention, choice = make_attention(own, config.num_heads, limits, resolved.attention, replay_s, device.as_launch)
     log.info("%s", choice)
     return attention, str(choice)
 
