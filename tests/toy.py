@@ -57,6 +57,9 @@ class ToyModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return _logits(hidden)
 
+    def few_layers(self) -> ToyModel:
+        return self
+
 
 class ToyAttention:
     """Stores tokens, and gives each of the step's tokens the hash of its row up to itself."""

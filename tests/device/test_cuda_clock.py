@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from gapless.device import cuda
-from gapless.device.base import COMPUTE, D2H, H2D
+from gapless.device.base import COMPUTE, D2H, H2D, INSIDE
+from gapless.device.late import Late
 
 
 @dataclass
@@ -61,7 +62,7 @@ def play(world: World, timer: cuda.CudaTimer, took: float) -> tuple[tuple[float,
     world.reached["d2h"] = truth[3] + 6e-6
     timer.around(D2H, lambda: None)()
     world.now = truth[3] + 6e-6 + 20e-6
-    return timer.read(), (*truth, truth[3], truth[3] + 6e-6)
+    return timer.read()[:6], (*truth, truth[3], truth[3] + 6e-6)
 
 
 @pytest.mark.parametrize("drift", [0.0, 2e-5, -2e-5])
@@ -71,7 +72,7 @@ def test_times_stay_right_over_hours_whatever_the_clocks_do(drift: float, monkey
     monkeypatch.setattr(cuda.torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(cuda.time, "perf_counter", world.perf_counter)
     clock = cuda.CudaClock("compute")  # type: ignore[arg-type]
-    timers = [cuda.CudaTimer(clock, world.streams) for _ in range(2)]  # type: ignore[arg-type]
+    timers = [cuda.CudaTimer(clock, world.streams, Late()) for _ in range(2)]  # type: ignore[arg-type]
     last = 0.0
     for step in range(4000):
         world.now += 3.0 if step % 2 else 1e-4  # two hours, most of them with nothing to run
@@ -85,8 +86,10 @@ def test_times_stay_right_over_hours_whatever_the_clocks_do(drift: float, monkey
 def test_a_device_that_tells_no_times_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeEvent, "world", World(0.0), raising=False)
     monkeypatch.setattr(cuda.torch.cuda, "Event", FakeEvent)
-    timer = cuda.CudaTimer(cuda.CudaClock("compute"), ("h2d", "compute", "d2h"))  # type: ignore[arg-type]
-    assert all(np.isnan(timer.read()))
+    timer = cuda.CudaTimer(cuda.CudaClock("compute"), ("h2d", "compute", "d2h"), Late())  # type: ignore[arg-type]
+    found = timer.read()
+    assert all(np.isnan(found[:6]))
+    assert found[6:] == (0,) * len(INSIDE)
 
 
 def test_a_copy_inside_the_computation_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +99,7 @@ def test_a_copy_inside_the_computation_before(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cuda.torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(cuda.time, "perf_counter", world.perf_counter)
     clock = cuda.CudaClock("compute")  # type: ignore[arg-type]
-    timers = [cuda.CudaTimer(clock, world.streams) for _ in range(2)]  # type: ignore[arg-type]
+    timers = [cuda.CudaTimer(clock, world.streams, Late()) for _ in range(2)]  # type: ignore[arg-type]
     truths: list[tuple[float, ...]] = []
     for step in range(10):
         timer = timers[step % 2]
@@ -111,6 +114,6 @@ def test_a_copy_inside_the_computation_before(monkeypatch: pytest.MonkeyPatch) -
         truths.append(truth)
         if step:
             now, world.now = world.now, truths[step - 1][5] + 1e-5
-            assert timers[(step - 1) % 2].read() == pytest.approx(truths[step - 1], abs=30e-6, nan_ok=True)
+            assert timers[(step - 1) % 2].read()[:6] == pytest.approx(truths[step - 1], abs=30e-6, nan_ok=True)
             world.now = now
         world.now += 1e-3

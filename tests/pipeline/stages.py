@@ -69,7 +69,8 @@ class Played:
     def replay(self) -> None:
         from gapless.runner import graphs
 
-        with patching(graphs, begin=begin, end=end, begin_mixed=begin_mixed, end_mixed=end_mixed, score_samples=score_samples):
+        kernels = {"begin": begin, "end": end, "begin_mixed": begin_mixed, "end_mixed": end_mixed}
+        with patching(graphs, **kernels, score_samples=score_samples):
             self._body()
 
 

@@ -13,6 +13,7 @@ from gapless.trace.columns import (
     COMMIT,
     DELIVER,
     FILL,
+    INSIDE,
     LAUNCH,
     SCHEDULE,
     Collections,
@@ -32,6 +33,7 @@ def make_steps(
     queued: Sequence[float] | None = None,
     copies: Sequence[Span] | None = None,
     flags: Sequence[int] | None = None,
+    inside: Sequence[Sequence[float]] | None = None,
 ) -> Steps:
     """Steps of one row with these computations; unless said otherwise queued and copied just before."""
     n = len(computes)
@@ -54,7 +56,13 @@ def make_steps(
         compute_end=end,
         d2h_begin=end,
         d2h_end=end,
+        **_idle_inside(inside or [(0, 0, 0)] * n),
     )
+
+
+def _idle_inside(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
+    columns = np.array(rows, float).reshape(-1, len(INSIDE)).T
+    return {f"idle_{cause}": column for cause, column in zip(INSIDE, columns, strict=True)}
 
 
 def make_marks(*marks: tuple[float, int], cpu: Sequence[float] | None = None) -> Marks:
@@ -111,6 +119,7 @@ def simulated(num_steps: int, depth: int, *, step_s: float = 1.6e-3, seed: int =
         compute_end=end_,
         d2h_begin=d2h_b,
         d2h_end=d2h_e,
+        **_idle_inside([(0, 0, 0)] * num_steps),
     )
     known = {"depth": depth, "device": "cuda", "model": "simulated", "num_overrun": 0, "ledger": {}, **facts}
     return Timeline(f"depth {depth}", 0.0, now, steps, make_marks(*marks), NO_COLLECTIONS, known)

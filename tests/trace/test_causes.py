@@ -90,6 +90,19 @@ def test_a_special_step_makes_its_phase_a_cause_of_its_own(flag: int, phase: int
     assert causes(steps, marks) == {"host: commit": 2, cause: 8}
 
 
+def test_idle_time_within_a_step_is_its_own_and_leaves_the_gap_alone() -> None:
+    steps = make_steps([(0, 10), (20, 30)], queued=[0, 20], inside=[(0, 0, 0), (3, 2, 1)])
+    marks = make_marks((0, COLLECT), (10, COMMIT), (20, COLLECT))
+    assert causes(steps, marks) == {"host: commit": 10, "launch": 3, "compile": 2, "allocation": 1}
+    assert causes(steps, marks, step=0) == {}
+
+
+def test_a_step_cannot_idle_for_longer_than_it_took() -> None:
+    """Marks and the step's own events are read apart; a failed step has no length at all."""
+    steps = make_steps([(0, 10), (10, 20), (NAN, NAN)], inside=[(15, 5, 0), (10, 0, 0), (1, 0, 0)])
+    assert steps.idle_inside.tolist() == [[7.5, 2.5, 0], [10, 0, 0], [0, 0, 0]]
+
+
 def test_a_late_copy_and_the_hand_over_after_it() -> None:
     steps = make_steps([(0, 10), (20, 30)], queued=[0, 12], copies=[(0, 0), (13, 18)])
     marks = make_marks((0, COLLECT), (10, LAUNCH), (12, COLLECT), (30, COMMIT))

@@ -9,10 +9,16 @@ recorded delays nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
+
+from gapless.device.late import Late
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Buffer:
@@ -64,6 +70,8 @@ class Stream(Protocol):
 STREAMS = ("h2d", "compute", "d2h")  # copies in, the model, copies out
 H2D, COMPUTE, D2H = range(3)  # the parts of a step, as a timer numbers them
 NEVER = float("nan")
+INSIDE = ("launch", "compile", "allocation")  # why the device idled within a computation
+LAUNCH, COMPILE, ALLOCATION = range(len(INSIDE))
 
 
 class Timer(Protocol):
@@ -73,7 +81,8 @@ class Timer(Protocol):
         """`fn`, timed where and when its stream runs it."""
 
     def read(self) -> tuple[float, ...]:
-        """Begin and end of each part, six numbers, NaN for parts that did not run; then forget them.
+        """Begin and end of each part, six numbers, NaN for parts that did not run; then the idle seconds within the
+        computation by cause, in the order of INSIDE, as far as it was watched; then forget them.
 
         Never waits: call it once the step's last event has passed.
         """
@@ -84,6 +93,7 @@ class Device(Protocol):
 
     torch_device: torch.device
     num_cores: int  # that work on a kernel at the same time
+    late: Late  # what happens for the first time after the engine is ready
 
     def stream(self, name: str) -> Stream:
         """The stream of this name, made when it is first asked for. A step uses those of STREAMS."""
@@ -93,6 +103,17 @@ class Device(Protocol):
 
     def timer(self) -> Timer:
         """Make a timer, for one step at a time."""
+
+    def watch(self) -> AbstractContextManager[None]:
+        """Within a timed computation, around work that is launched piece by piece: idle time between the pieces is
+        found, and given to the step's timer. Nothing where a step is not timed, or is one piece.
+
+        Pieces are kernels of Triton, operations of torch, and calls of what `as_launch` made. Work that is launched in
+        any other way, such as a captured graph, would be taken for idle time.
+        """
+
+    def as_launch(self, fn: Callable[P, T]) -> Callable[P, T]:
+        """`fn`, which launches work that neither Triton nor torch knows of, as one piece for `watch`."""
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
         """Make a zeroed buffer in device memory, or in host memory from which copies can be asynchronous."""

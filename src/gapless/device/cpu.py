@@ -15,15 +15,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from gapless.device.base import NEVER, Buffer, Event, Stream
+from gapless.device.base import INSIDE, NEVER, Buffer, Event, P, Stream, T
+from gapless.device.late import Late
 from gapless.errors import CapacityError
 
 KV_SHARE = 1 / 3  # of the free memory
+NO_IDLE = (0.0,) * len(INSIDE)
 KV_CAP_BYTES = 8 * 2**30  # by default; a user may set more
 
 
@@ -123,7 +126,7 @@ class CpuStream:
 
 
 class CpuTimer:
-    """Reads the clock on the thread that runs the work."""
+    """Reads the clock on the thread that runs the work. A step is one call there: no idle time within it."""
 
     def __init__(self) -> None:
         self._times = [NEVER] * 6
@@ -143,7 +146,7 @@ class CpuTimer:
     def read(self) -> tuple[float, ...]:
         times = tuple(self._times)
         self._times[:] = [NEVER] * 6
-        return times
+        return times + NO_IDLE
 
 
 class Driver:
@@ -232,6 +235,7 @@ class CpuDevice:
     def __init__(self, seed: int | None = None, driver: Driver | None = None) -> None:
         self.torch_device = torch.device("cpu")
         self.num_cores = torch.get_num_threads()
+        self.late = Late()
         self._driver = driver or (Driver() if seed is None else SeededDriver(seed))
         self._streams: dict[str, CpuStream] = {}
 
@@ -246,6 +250,12 @@ class CpuDevice:
 
     def timer(self) -> CpuTimer:
         return CpuTimer()
+
+    def watch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def as_launch(self, fn: Callable[P, T]) -> Callable[P, T]:
+        return fn
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
         size = math.prod(shape) * dtype.itemsize

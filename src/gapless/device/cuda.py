@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from gapless.device.base import COMPUTE, D2H, H2D, NEVER, STREAMS, Buffer, Event
+from gapless.device import kernel_hooks
+from gapless.device.base import COMPUTE, D2H, H2D, INSIDE, NEVER, STREAMS, Buffer, Event, P, T
+from gapless.device.cuda_watch import LaunchWatch
+from gapless.device.late import Late
 
 ANCHOR_TRIES = 8
 RESERVE_BYTES = 6 * 2**30  # for captured graphs, the libraries' workspaces, and what the allocator cannot use
@@ -43,13 +47,15 @@ class CudaEvent:
 class CudaStream:
     """A CUDA stream."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, late: Late) -> None:
         self.name = name
         self.inner = torch.cuda.Stream()
+        self._late = late
 
     def run(
         self, fn: Callable[[], None], label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> None:
+        self._late.where = label
         torch.cuda.set_stream(self.inner)  # not restored: that would cost more than a graph's launch
         fn()
 
@@ -76,6 +82,7 @@ class CudaClock:
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.timer: CudaTimer | None = None  # of the computation that is being launched
         best = float("inf")
         for _ in range(ANCHOR_TRIES):  # once, at the start: the only wait
             event = torch.cuda.Event(enable_timing=True)
@@ -111,8 +118,9 @@ class CudaTimer:
     A step without a copy in has no times for it.
     """
 
-    def __init__(self, clock: CudaClock, streams: Sequence[torch.cuda.Stream]) -> None:
+    def __init__(self, clock: CudaClock, streams: Sequence[torch.cuda.Stream], late: Late) -> None:
         self._clock = clock
+        self.watch = LaunchWatch(streams[COMPUTE], late)
         self._streams = streams
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]  # of three parts; the last has no begin
         self._queued = NEVER  # when the first part was
@@ -127,9 +135,11 @@ class CudaTimer:
                 self._copies_in = part == H2D
             if part != D2H:
                 events[2 * part].record(stream)
+            self._clock.timer = self if part == COMPUTE else None
             try:
                 fn()
             finally:
+                self._clock.timer = None
                 events[min(2 * part + 1, 4)].record(stream)
 
         return timed
@@ -138,13 +148,14 @@ class CudaTimer:
         first = 0 if self._copies_in else 2
         self._copies_in = False
         try:
+            idle = self.watch.read()
             *copy_in, begin, end, d2h_end = (self._clock.time(event) for event in self._events[first:])
         except RuntimeError:  # a failed device has no times
-            return (NEVER,) * 6
+            return (*(NEVER,) * 6, *(0.0,) * len(INSIDE))
         times = (*(copy_in or (NEVER, NEVER)), begin, end, end, d2h_end)
         shift = self._clock.settle(self._queued, times[first], d2h_end, time.perf_counter())
         self._events[2] = self._clock.move(self._events[2])
-        return tuple(moment + shift for moment in times)
+        return (*(moment + shift for moment in times), *idle)
 
 
 class CudaDevice:
@@ -155,11 +166,14 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._streams: dict[str, CudaStream] = {}
         self._clock: CudaClock | None = None
+        self.late = Late()
+        self.late.watch_allocations(self._num_allocations)
+        kernel_hooks.listen(self.late)
         self.num_cores = torch.cuda.get_device_properties(index).multi_processor_count
 
     def stream(self, name: str) -> CudaStream:
         if name not in self._streams:
-            self._streams[name] = CudaStream(name)
+            self._streams[name] = CudaStream(name, self.late)
         return self._streams[name]
 
     def event(self, name: str) -> CudaEvent:
@@ -168,7 +182,19 @@ class CudaDevice:
     def timer(self) -> CudaTimer:
         if self._clock is None:
             self._clock = CudaClock(self.stream(STREAMS[COMPUTE]).inner)
-        return CudaTimer(self._clock, [self.stream(name).inner for name in STREAMS])
+        return CudaTimer(self._clock, [self.stream(name).inner for name in STREAMS], self.late)
+
+    def watch(self) -> AbstractContextManager[None]:
+        timer = None if self._clock is None else self._clock.timer
+        return nullcontext() if timer is None else timer.watch.on()
+
+    def as_launch(self, fn: Callable[P, T]) -> Callable[P, T]:
+        def launched(*args: P.args, **kwargs: P.kwargs) -> T:
+            timer = None if self._clock is None else self._clock.timer
+            with nullcontext() if timer is None else timer.watch.piece():
+                return fn(*args, **kwargs)
+
+        return launched
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
         if host:
@@ -209,7 +235,12 @@ class CudaDevice:
     def memory_held(self) -> int:
         return most_memory()
 
+    def _num_allocations(self) -> int:
+        """How often torch took memory from the device so far."""
+        return int(torch.cuda.memory_stats_as_nested_dict(self.torch_device).get("num_device_alloc", 0))
+
     def close(self) -> None:
+        kernel_hooks.forget(self.late)
         torch.cuda.synchronize()
 
 

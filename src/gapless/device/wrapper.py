@@ -6,10 +6,11 @@ For devices that add something to any device: a checker, delays. Knows nothing o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
-from gapless.device.base import Buffer, Device, Event, Stream, Timer
+from gapless.device.base import Buffer, Device, Event, P, Stream, T, Timer
 
 
 class WrappedDevice:
@@ -19,6 +20,7 @@ class WrappedDevice:
         self._inner = inner
         self.torch_device = inner.torch_device
         self.num_cores = inner.num_cores
+        self.late = inner.late
         self._wrap = wrap
         self._wrapped: dict[str, Stream] = {}
 
@@ -32,6 +34,12 @@ class WrappedDevice:
 
     def timer(self) -> Timer:
         return self._inner.timer()
+
+    def watch(self) -> AbstractContextManager[None]:
+        return self._inner.watch()
+
+    def as_launch(self, fn: Callable[P, T]) -> Callable[P, T]:
+        return self._inner.as_launch(fn)
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, *, host: bool = False) -> Buffer:
         return self._inner.buffer(name, shape, dtype, host=host)

@@ -53,6 +53,7 @@ def put_together(
     fixed = options.depth != "auto"
     depth: Depth = FixedDepth(int(options.depth)) if fixed else AutoDepth(AUTO_DEPTHS)
     executor = _make_executor(options, built, scheduler, recorder, int(options.depth) if fixed else max(AUTO_DEPTHS))
+    built.device.late.ready()
     return Assembly(built, scheduler, depth, recorder, executor)
 
 

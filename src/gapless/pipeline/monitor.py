@@ -53,12 +53,20 @@ class Monitor:
         return Load(scheduler.num_running, scheduler.num_waiting, pool.num_used, pool.num_blocks)
 
     def ledger(self) -> dict[str, int]:
-        """How often a fast path was missed or overlap reduced, by reason."""
+        """How often a fast path was missed or overlap reduced, or something came only after the engine was ready."""
         found = {**self._built.runner.ledger, **self._recorder.ledger}  # copied at once: the loop may add a reason
         found |= {f"held: {reason}": count for reason, count in dict(self._scheduler.holds.counts).items()}
         if self._depth.num_reduced:
             found["depth reduced"] = self._depth.num_reduced
-        return found
+        return found | self._built.device.late.ledger()
+
+    def after_ready(self) -> list[str]:
+        """The last compilations, loads and allocations after the engine was ready, each with its step."""
+        return list(self._built.device.late.notes)
+
+    def kernels(self) -> dict[str, int]:
+        """Kernels until the engine was ready, by how they were had: compiled, found in the cache, loaded."""
+        return dict(self._built.device.late.built)
 
     def waste(self) -> dict[str, int]:
         """The cost of asynchrony: tokens sampled past a stop not yet known, KV blocks held for steps in flight."""
@@ -92,6 +100,7 @@ class Monitor:
             "num_preemptions": stats.num_preemptions,
             "max_blocks_in_flight": self._recorder.max_blocks_in_flight,
             "ledger": self.ledger(),
+            "after_ready": self.after_ready(),
         }
         found = f" ({self.depth})" if self._options.depth == "auto" else ""  # others were tried in the same run
         name = label or f"depth {self._options.depth}{found}"

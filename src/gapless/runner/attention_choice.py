@@ -71,13 +71,21 @@ def _why_not(name: str, options: EngineOptions, config: ModelConfig, dtype: torc
 
 
 def make_attention(
-    own: TritonAttention, num_heads: int, limits: Limits, names: Sequence[str], measure: Measure
+    own: TritonAttention,
+    num_heads: int,
+    limits: Limits,
+    names: Sequence[str],
+    measure: Measure,
+    as_launch: Callable[[Kernel], Kernel] = lambda kernel: kernel,
 ) -> tuple[Attention, AttentionChoice]:
-    """The attention to use of these names, and what was chosen; our own comes first where there is a choice."""
+    """The attention to use of these names, and what was chosen; our own comes first where there is a choice.
+
+    as_launch: makes a library's launches known to the device, since they need not pass through torch.
+    """
 
     @cache
     def kernel(name: str) -> Kernel | None:
-        return None if name == OWN else LIBRARIES[name].load(own.scale, own.pools[0].device)
+        return None if name == OWN else as_launch(LIBRARIES[name].load(own.scale, own.pools[0].device))
 
     def make(decode: str, chunks: str) -> Attention:
         if decode == chunks == OWN:

@@ -8,12 +8,12 @@ step without a graph (log-probabilities of a prompt) runs as it is and is counte
 from __future__ import annotations
 
 import bisect
-import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from gapless.core.plan import Plan, score_width
 from gapless.core.request import IntArray
 from gapless.core.row_fields import ALL_NEEDS
 from gapless.device.base import Buffer
+from gapless.kernels.ahead import compiled_ahead
 from gapless.kernels.ends import DecodeInputs, begin, end
 from gapless.kernels.mixed import NO_SCORE, MixedInputs, begin_mixed, end_mixed
 from gapless.runner.draw import score_samples
@@ -39,7 +40,6 @@ from gapless.runner.step import Inputs, Outputs, Step
 log = logging.getLogger(__name__)
 
 NO_BLOCK = -1
-WARM_UPS = 2
 BUDGET_S = 120.0  # for all captures; what is left over then stays without a graph
 BUDGET_BYTES = 3 * 2**30
 
@@ -56,8 +56,9 @@ class Captured:
 class Cost:
     """The cost of capturing graphs, with the kernels compiled for it and before it."""
 
+    num_wanted: int
     num_graphs: int = 0
-    num_wanted: int = 0
+    num_kernels: int = 0  # found in a rehearsal, compiled or taken from the cache
     seconds: float = 0.0
     memory_bytes: int = 0
     began_s: float = field(default_factory=time.perf_counter)
@@ -68,8 +69,9 @@ class Cost:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_graphs} of {self.num_wanted} graphs captured in {self.seconds:.1f} s (at most {BUDGET_S:.0f}), "
-            f"{self.memory_bytes / 2**30:.2f} GiB (at most {BUDGET_BYTES / 2**30:.0f})"
+            f"{self.num_kernels} kernels made ready and {self.num_graphs} of {self.num_wanted} graphs captured in "
+            f"{self.seconds:.1f} s (at most {BUDGET_S:.0f}), {self.memory_bytes / 2**30:.2f} GiB (at most "
+            f"{BUDGET_BYTES / 2**30:.0f})"
         )
 
 
@@ -162,48 +164,66 @@ class GraphRunner:
     def _capture_all(self, progress: Callable[[int, int], None] | None) -> None:
         """As many as the budget allows; a shape that is left out is padded to a larger one."""
         # the largest first: the others fit into its memory
-        wanted = [*reversed(mixed_shapes(self._limits)), *reversed(decode_shapes(self._limits))]
-        variants = {shape: (False,) if shape.has_chunks else (True, False) for shape in wanted}
-        self.cost = Cost(num_wanted=sum(map(len, variants.values())))
-        report = _counter(progress, len(wanted))
+        shapes = [*reversed(mixed_shapes(self._limits)), *reversed(decode_shapes(self._limits))]
+        wanted = [(shape, plain) for shape in shapes for plain in ((False,) if shape.has_chunks else (True, False))]
+        self.cost = Cost(num_wanted=len(wanted))
+        self._rehearse(wanted, progress)
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         free = torch.cuda.mem_get_info()[0]
-        for shape in wanted:
+        for shape, is_plain in wanted:
             if not self.cost.within_budget():
                 break
-            capture = self._capture_mixed if shape.has_chunks else self._capture_decode
-            for is_plain in variants[shape]:
-                self._graphs[shape, is_plain] = capture(shape, is_plain, pool, stream)
-                self.cost.num_graphs += 1
-            (self._mixed_shapes if shape.has_chunks else self._decode_shapes).insert(0, shape)
+            inputs = self._padding(shape)
+            graph = _record(partial(self._play, self._step, inputs, is_plain), pool, stream)
+            self._graphs[shape, is_plain] = Captured(graph, inputs)
+            if not is_plain:  # all of its graphs are there
+                (self._mixed_shapes if shape.has_chunks else self._decode_shapes).insert(0, shape)
+            self.cost.num_graphs += 1
             self.cost.memory_bytes = free - torch.cuda.mem_get_info()[0]
-            report()
+            if progress is not None:
+                progress(self.cost.num_graphs, len(wanted))
         torch.cuda.synchronize()
         self.cost.within_budget()
         log.info("%s", self.cost)
 
-    @torch.inference_mode()
-    def _capture_decode(self, shape: Shape, is_plain: bool, pool: Any, stream: torch.cuda.Stream) -> Captured:
-        packed = np.full(_decode_size(shape), NO_BLOCK, np.int32)
-        packed[: shape.num_rows] = self._limits.num_rows  # padding alone
-        self._packed[: len(packed)] = torch.from_numpy(packed).to(self._packed.device)
-        inputs = DecodeInputs(shape.num_rows, self._packed.device)
-        return Captured(_record(lambda: self._decode(inputs, is_plain), pool, stream), inputs)
+    def _rehearse(self, wanted: Sequence[tuple[Shape, bool]], progress: Callable[[int, int], None] | None) -> None:
+        """Compile every kernel of the steps side by side, then run each step once: libraries load what they need."""
+        step = self._step.rehearsal()
+        with compiled_ahead(progress) as ahead:
+            for shape, is_plain in wanted:
+                self._play(step, self._padding(shape), is_plain)
+        self.cost.num_kernels = len(ahead.names)
+        for shape, is_plain in wanted:
+            self._play(step, self._padding(shape), is_plain)
+        torch.cuda.synchronize()
+
+    def _padding(self, shape: Shape) -> DecodeInputs | MixedInputs:
+        """Inputs of this shape, and in `_packed` a plan that is padding alone."""
+        device = self._packed.device
+        if shape.has_chunks:
+            self._packed.zero_()
+            return MixedInputs(shape.num_rows, shape.num_tokens, device)
+        rows, rest = self._packed[: _decode_size(shape)].tensor_split([shape.num_rows])
+        rows.fill_(self._limits.num_rows)
+        rest.fill_(NO_BLOCK)
+        return DecodeInputs(shape.num_rows, device)
 
     @torch.inference_mode()
-    def _capture_mixed(self, shape: Shape, is_plain: bool, pool: Any, stream: torch.cuda.Stream) -> Captured:
-        self._packed.zero_()  # a plan of nothing: all of it is padding
-        inputs = MixedInputs(shape.num_rows, shape.num_tokens, self._packed.device)
-        return Captured(_record(lambda: self._mixed(inputs), pool, stream), inputs)
+    def _play(self, step: Step, inputs: DecodeInputs | MixedInputs, is_plain: bool) -> None:
+        """The step that a graph records, from `_packed` to `_out`."""
+        if isinstance(inputs, MixedInputs):
+            self._mixed(step, inputs)
+        else:
+            self._decode(step, inputs, is_plain)
 
-    def _decode(self, inputs: DecodeInputs, is_plain: bool) -> None:
-        """One token of each row, from `_packed` to `_out`: the same step, between two kernels of its own."""
+    def _decode(self, step: Step, inputs: DecodeInputs, is_plain: bool) -> None:
+        """One token of each row: the same step, between two kernels of its own."""
         rows, size = self._runner.rows, inputs.batch
         begin(self._packed, rows.last_token, rows.length, rows.blocks, self._limits.block_size, inputs)
         sampled = SampledRows(inputs.rows, inputs.lengths, rows.seats)
         fed = Inputs(inputs.ids, inputs.positions, self._decode_batch(inputs), sampled)
-        found = self._step.run(fed, 0 if is_plain else ALL_NEEDS)
+        found = step.run(fed, 0 if is_plain else ALL_NEEDS)
         end(found.tokens, inputs, rows.last_token, rows.length, self._out)
         if not is_plain:
             self._score(found, self._packed[2 * size : 3 * size], self._packed[3 * size : 3 * size + 1])
@@ -223,14 +243,14 @@ class GraphRunner:
             chunks=(),
         )
 
-    def _mixed(self, inputs: MixedInputs) -> None:
-        """Any step with chunks, from `_packed` to `_out`."""
+    def _mixed(self, step: Step, inputs: MixedInputs) -> None:
+        """Any step with chunks."""
         rows, limits = self._runner.rows, self._limits
         kept = rows.last_token, rows.length
         begin_mixed(self._packed, *kept, rows.blocks, rows.seats, limits.block_size, limits.max_new_blocks, inputs)
         sampled = SampledRows(inputs.sample_rows, inputs.sample_places, rows.seats)
         fed = Inputs(inputs.ids, inputs.positions, self._mixed_batch(inputs), sampled, inputs.sample_tokens)
-        found = self._step.run(fed, ALL_NEEDS)
+        found = step.run(fed, ALL_NEEDS)
         end_mixed(self._packed, found.tokens, inputs, *kept, self._out)
         self._score(found, inputs.score_places, inputs.num_top)
 
@@ -265,21 +285,10 @@ def _is_plain(plan: Plan, shape: Shape) -> bool:
 
 
 def _record(body: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):
-            body()
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         body()
     return graph
-
-
-def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[], None]:
-    """A function that tells of one more that is done."""
-    done = itertools.count(1)
-    return lambda: progress(next(done), total) if progress is not None else None
 
 
 def _decode_size(shape: Shape) -> int:

@@ -27,6 +27,9 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [m, vocab_size]."""
 
+    def few_layers(self) -> Model:
+        """The same with as few layers as launch every kernel that all of them launch."""
+
 
 class Sampler(Protocol):
     """The sampler, as a step uses it."""
@@ -68,6 +71,10 @@ class Step:
         self.attention = attention
         self.sampler = sampler
         self.score = score
+
+    def rehearsal(self) -> Step:
+        """A step that launches the same kernels, few times, and whose results mean nothing."""
+        return Step(self.model.few_layers(), self.attention, self.sampler, self.score)
 
     def run(self, inputs: Inputs, needs: int) -> Outputs:
         hidden = self.model.forward(inputs.token_ids, inputs.positions, self.attention.begin(inputs.batch))

@@ -10,6 +10,9 @@ Before each step there may be a gap, from the end of the previous step to its ow
 From `a` to `q`, when the step had been queued, the host was late, and its activity is the cause: a phase, a garbage
 collection, the interpreter lock, or nothing to plan. From `q` to `b` the copy of the plan had not arrived, or the
 device's streams were handing over to each other.
+
+A step may also have idle time within it, where its kernels are launched one by one. The device measures that itself,
+and the step comes with it.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from gapless.trace.columns import (
     EAGER,
     GRAMMAR,
     IDLE,
+    INSIDE,
     LAUNCH,
     PHASE_MASK,
     PHASES,
@@ -54,10 +58,12 @@ CAUSES = (
     "graph capture",
     "waiting for grammar",
     "unknown",
+    *INSIDE,
 )
 NOTHING = 0
+FIRST_INSIDE = len(CAUSES) - len(INSIDE)  # causes before this one are of gaps, the others of time within steps
 GC, LOCK, COPY, HANDOVER, MEMORY, ROWS, EAGER_FALLBACK, CAPTURE, WAITING_GRAMMAR, UNKNOWN = range(
-    len(PHASES), len(CAUSES)
+    len(PHASES), FIRST_INSIDE
 )
 DRY_CAUSE = {DRY_DONE: NOTHING, DRY_ROWS: ROWS, DRY_MEMORY: MEMORY}
 # a step's flag, the host phase that it lengthens, and the resulting cause
@@ -71,7 +77,8 @@ Seconds = npt.NDArray[np.float64]
 
 
 def attribute(steps: Steps, marks: Marks, collections: Collections, since: float) -> Seconds:
-    """Seconds by step and cause, [num_steps, num_causes]: the idle time of the compute stream before each step.
+    """Seconds by step and cause, [num_steps, num_causes]: the idle time of the compute stream before each step, and
+    from FIRST_INSIDE on within it.
 
     `since` is when the compute stream was last known to be busy, or the start of the recording.
     """
@@ -93,6 +100,7 @@ def attribute(steps: Steps, marks: Marks, collections: Collections, since: float
         found[chosen, cause] += found[chosen, phase]
         found[chosen, phase] = 0
     found[:, UNKNOWN] = np.maximum(end - begin - found[:, :UNKNOWN].sum(axis=1), 0)
+    found[:, FIRST_INSIDE:] = steps.idle_inside
     return found
 
 

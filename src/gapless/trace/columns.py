@@ -27,6 +27,9 @@ DRY_MASK, PHASE_MASK = 48, 15
 # Special properties of a step.
 EAGER, CAPTURED, PREEMPTED, GRAMMAR = 1, 2, 4, 8
 
+# Why the device idled within a computation, in the order of the columns of a step.
+INSIDE = ("launch", "compile", "allocation")
+
 LANES = ("cpu", "h2d", "gpu", "d2h")
 
 
@@ -48,9 +51,21 @@ class Steps:
     compute_end: Times
     d2h_begin: Times
     d2h_end: Times
+    idle_launch: Times  # seconds within the computation in which the device idled, by cause
+    idle_compile: Times
+    idle_allocation: Times
 
     def __len__(self) -> int:
         return len(self.step)
+
+    @property
+    def idle_inside(self) -> Times:
+        """[num_steps, len(INSIDE)], at most as long as the computation."""
+        found: Times = np.stack((self.idle_launch, self.idle_compile, self.idle_allocation), axis=1)
+        total = found.sum(axis=1)
+        took = np.nan_to_num(np.maximum(self.compute_end - self.compute_begin, 0))
+        scale = np.where(total > took, took / np.maximum(total, 1e-12), 1.0)
+        return found * scale[:, None]
 
     def part(self, begin: int, end: int | None = None) -> Steps:
         return Steps(*(getattr(self, f.name)[begin:end] for f in fields(self)))

@@ -14,8 +14,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from gapless.trace.causes import CAUSES
-from gapless.trace.columns import EAGER, PREEMPTED
+from gapless.trace.causes import CAUSES, FIRST_INSIDE
+from gapless.trace.columns import EAGER, INSIDE, PREEMPTED
 from gapless.trace.timeline import VISIBLE_GAP_S, Timeline
 
 LANE_NAMES = {"cpu": "CPU", "h2d": "H2D", "gpu": "GPU", "d2h": "D2H"}
@@ -75,11 +75,17 @@ def events(timeline: Timeline, pid: int) -> Iterator[str]:
 def _details(timeline: Timeline) -> dict[int, str]:
     """Further details of each step."""
     s = timeline.steps
-    columns = (s.step, s.num_rows, s.num_tokens, s.in_flight, s.flags)
+    columns = (s.step, s.num_rows, s.num_tokens, s.in_flight, s.flags, s.idle_inside)
     return {
-        step: f',"batch":{batch},"tokens":{tokens},"in_flight":{in_flight}{_flags(flags)}'
-        for step, batch, tokens, in_flight, flags in zip(*(column.tolist() for column in columns), strict=True)
+        step: f',"batch":{batch},"tokens":{tokens},"in_flight":{in_flight}{_flags(flags)}{_inside(idle)}'
+        for step, batch, tokens, in_flight, flags, idle in zip(*(column.tolist() for column in columns), strict=True)
     }
+
+
+def _inside(idle: list[float]) -> str:
+    """The idle time within a step, if it had any."""
+    parts = [f'"{cause}":{spent * 1e6:.3f}' for cause, spent in zip(INSIDE, idle, strict=True) if spent > 0]
+    return f',"idle_us_by_cause":{{{",".join(parts)}}}' if parts else ""
 
 
 def _flags(flags: int) -> str:
@@ -89,7 +95,7 @@ def _flags(flags: int) -> str:
 
 def _idle(timeline: Timeline, pid: int) -> Iterator[str]:
     begin, end = timeline.gaps
-    seconds = timeline.idle
+    seconds = timeline.idle[:, :FIRST_INSIDE]
     order = np.argsort(-seconds, axis=1)
     for i in np.flatnonzero(end - begin > VISIBLE_GAP_S).tolist():
         split = [(CAUSES[c], float(seconds[i, c])) for c in order[i].tolist() if seconds[i, c] > 0]

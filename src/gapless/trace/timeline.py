@@ -66,8 +66,13 @@ class Timeline:
         return {CAUSES[i]: float(total[i]) for i in order if total[i] > 0}
 
     @property
+    def inside_s(self) -> float:
+        """Idle time within steps."""
+        return float(self.steps.idle_inside.sum())
+
+    @property
     def busy_s(self) -> float:
-        return float(np.nansum(self.steps.compute_end - self.steps.compute_begin))
+        return float(np.nansum(self.steps.compute_end - self.steps.compute_begin)) - self.inside_s
 
     @property
     def idle_s(self) -> float:
@@ -78,8 +83,8 @@ class Timeline:
     def idle_share(self) -> float:
         """Of the time from the first step's start to the last step's end."""
         begin, end = self.gaps
-        inside = float((end - begin)[1:].sum())
-        return inside / max(inside + self.busy_s, 1e-9)
+        idle = float((end - begin)[1:].sum()) + self.inside_s
+        return idle / max(idle + self.busy_s, 1e-9)
 
     @property
     def num_generated(self) -> int:

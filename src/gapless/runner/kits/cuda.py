@@ -16,6 +16,7 @@ from gapless.config import EngineOptions
 from gapless.device.base import Device
 from gapless.device.cuda import replay_s
 from gapless.kernels.batch_invariant import batch_invariant_product
+from gapless.kernels.cublas import product_shapes
 from gapless.models.config import ModelConfig
 from gapless.models.layers import Layers
 from gapless.models.loader import load_model
@@ -68,6 +69,7 @@ class CudaKit:
         step = Step(model, attention, pick, score)
         runner = Runner(device, limits, kv, step)
         graphs = GraphRunner(runner, step, limits, progress)
+        device.late.watch_names("first product", product_shapes)
         return Built(resolved, device, graphs, in_blocks(kv, limits.block_size), str(graphs.cost), choice)
 
 
@@ -90,6 +92,6 @@ def choose_attention(device: Device, kv: KVStore, resolved: Resolved) -> tuple[A
         num_cores=device.num_cores,
         batch_invariant=resolved.batch_invariant,
     )
-    attention, choice = make_attention(own, config.num_heads, limits, resolved.attention, replay_s)
+    attention, choice = make_attention(own, config.num_heads, limits, resolved.attention, replay_s, device.as_launch)
     log.info("%s", choice)
     return attention, str(choice)

@@ -9,7 +9,7 @@ const COLORS = {
   "commit": "#a8476f", "deliver": "#7b4f9d",
   "garbage collection": "#5b4bb5", "interpreter lock": "#a08ae0", "copy late": "#2f7dbd", "hand-over": "#79b4d8",
   "memory pressure": "#b8255f", "no free row": "#de7aa5", "eager fallback": "#8a6d3b", "graph capture": "#b8a26a",
-  "waiting for grammar": "#5f9455", "unknown": "#54585f", "h2d": "#3f86c6", "d2h": "#7a7fd6",
+  "waiting for grammar": "#5f9455", "unknown": "#54585f", "compile": "#3d7a74", "allocation": "#6aa84f", "h2d": "#3f86c6", "d2h": "#7a7fd6",
 };
 const MEANS = {
   "nothing to run": "no request was there",
@@ -25,7 +25,11 @@ const MEANS = {
   "eager fallback": "the step had no graph, so its kernels were launched one by one",
   "graph capture": "a graph was being captured", "waiting for grammar": "the grammar's mask was not ready",
   "unknown": "not explained",
+  "launch": "within a step: its kernels were done before the host had launched the next ones",
+  "compile": "within a step: a kernel was compiled or loaded",
+  "allocation": "within a step: memory was taken from the device",
 };
+const INSIDE = ["launch", "compile", "allocation"];  // causes of idle time within steps; all others are of gaps before them
 const ORDER = ["nothing to run", "no free row", "memory pressure", "host: collect", "host: commit", "host: deliver",
   "host: admit", "host: schedule", "waiting for grammar", "host: fill", "host: launch", "graph capture",
   "eager fallback", "garbage collection", "interpreter lock", "unknown", "copy late", "hand-over"];  // as they follow
@@ -101,9 +105,9 @@ class Run {
     for (let g = 0; g < groups; g++) { begin[g] = b[g * GROUP]; end[g] = e[Math.min((g + 1) * GROUP, b.length) - 1]; }
     return {sums, begin, end};
   }
-  split(i) {  // why the GPU idled before a step
+  split(i, inside = false) {  // why the GPU idled before a step, or within it
     const k = this.causes.length;
-    return this.order.map((j) => [this.causes[j], this.c.idle[i * k + j]]).filter((pair) => pair[1] > 0);
+    return this.order.map((j) => [this.causes[j], this.c.idle[i * k + j]]).filter((pair) => pair[1] > 0 && INSIDE.includes(pair[0]) === inside);
   }
 }
 

@@ -168,7 +168,7 @@ class Panel {
       this.coverage(g, run.gpu, y, theme.accent, (x, h) => {
         const i = Math.max(above(b, this.t(x)) - 1, 0), j = Math.min(above(b, this.t(x + 1)) + 1, run.n);
         let most = 0, cause = "";
-        run.sumIdle.forEach((sums, k) => { const s = sums[j] - sums[i]; if (s > most) { most = s; cause = run.causes[k]; } });
+        run.sumIdle.forEach((sums, k) => { const s = sums[j] - sums[i]; if (s > most && !INSIDE.includes(run.causes[k])) { most = s; cause = run.causes[k]; } });
         if (cause) { g.fillStyle = color(cause); g.fillRect(x, y, 1, h); }
       });
       return;
@@ -241,6 +241,7 @@ class Panel {
     const rows = [["took", time(c.gpu_end[i] - c.gpu_begin[i])], ["batch", c.rows[i]], ["tokens in", c.tokens[i]], ["steps in flight", c.in_flight[i]]];
     if (c.flags[i] & 1) rows.push(["graph", "none"]);
     if (c.flags[i] & 4) rows.push(["preempted", "yes"]);
+    for (const [cause, s] of run.split(i, true)) rows.push([`idle within: ${cause}`, time(s)]);
     rows.push(["idle before", time(Math.max(gap, 0))]);
     return [`GPU: step ${c.step[i]}`, [...rows, ...(gap > 5e-6 ? run.split(i).map(([cause, s]) => ["\u2003" + cause, time(s)]) : [])]];
   }

@@ -1,0 +1,136 @@
+"""Kernels compiled ahead for a GPU that is not there: a driver that compiles for Hopper and counts what it launches.
+
+Run as a program by test_ahead, in a process without Triton's interpreter. Prints what happened, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from gapless.device import kernel_hooks
+from gapless.device.late import Late
+from gapless.kernels.ahead import KernelNotCompiled, compiled_ahead
+
+
+class Utils:
+    """Loads nothing."""
+
+    def load_binary(self, name: str, *others: Any) -> tuple[int, ...]:
+        return 1, 1, 32, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448}
+
+    def unload_module(self, module: int) -> None:
+        pass
+
+
+class Driver:
+    """A Hopper GPU, for the compiler."""
+
+    utils = Utils()
+    launched: list[str] = []  # noqa: RUF012
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *args: self.launched.append(source.name)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@triton.jit
+def add(x, value: tl.constexpr):
+    tl.store(x, tl.load(x) + value)
+
+
+@triton.jit
+def copy(x, y):
+    tl.store(y, tl.load(x))
+
+
+@triton.jit
+def wrong(x, value: tl.constexpr):
+    tl.static_assert(value < 0, "no such value")
+
+
+def step(x: torch.Tensor) -> torch.Tensor:
+    """Returns memory that a kernel would have written."""
+    index = torch.empty(4, dtype=torch.int64)
+    copy[(1,)](x, index)
+    for value in (1, 2, 1, 2):
+        add[(1,)](x, value)
+    return index
+
+
+def rehearsed(late: Late) -> dict[str, Any]:
+    x, progress = torch.zeros(4), list[tuple[int, int]]()
+    elsewhere = threading.Event()
+    with compiled_ahead(lambda done, found: progress.append((done, found)), num_workers=2) as ahead:
+        found = torch.arange(8)[step(x)]
+        thread = threading.Thread(target=lambda: (copy[(1,)](x, x), elsewhere.set()))
+        thread.start()  # launches as always
+        thread.join()
+    before, compiled = list(Driver.launched), late.built["compiled"]
+    step(x)
+    return {
+        "names": ahead.names,
+        "seconds": ahead.seconds,
+        "found": found.tolist(),
+        "progress": progress,
+        "elsewhere": elsewhere.is_set(),
+        "launched_within": before,
+        "launched_after": Driver.launched[len(before) :],
+        "compiled": compiled,
+        "compiled_later": late.built["compiled"] - compiled,
+        "loaded": late.built["loaded"],
+    }
+
+
+def refused() -> list[str]:
+    """What is said of a kernel that cannot be compiled; and a second time, with the same kernel."""
+    said = []
+    for _ in range(2):
+        try:
+            with compiled_ahead(num_workers=2):
+                add[(1,)](torch.zeros(4), 1)
+                wrong[(1,)](torch.zeros(4), 3)
+        except KernelNotCompiled as error:
+            said.append(str(error))
+    return said
+
+
+def interrupted() -> list[Any]:
+    """After an error in the block, launches run again, and compile what they need."""
+    try:
+        with compiled_ahead(num_workers=1):
+            for value in range(10, 14):
+                add[(1,)](torch.zeros(4), value)
+            raise KeyError("mine")
+    except KeyError as error:
+        said = repr(error)
+    before = len(Driver.launched)
+    add[(1,)](torch.zeros(4), 13)
+    return [said, Driver.launched[before:]]
+
+
+if __name__ == "__main__":
+    driver.set_active(Driver())
+    late = Late()
+    kernel_hooks.listen(late)
+    json.dump({"rehearsed": rehearsed(late), "refused": refused(), "interrupted": interrupted()}, sys.stdout)
