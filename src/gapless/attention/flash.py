@@ -127,7 +127,7 @@ class LibraryAttention:
 
     def _chunk_parts(self, batch: AttentionBatch) -> list[Part]:
         """The chunks' starts come from the device, because different chunks take their place in a captured graph."""
-        if self._chunks is None or not batch.chunks:
+        if self._chunks is None or batch.num_chunk_tokens == 0:
             return self._own.chunks(batch)
         ends = batch.chunk_offsets + batch.chunk_ends - batch.chunk_starts  # in the batch
         counts = [span.count for span in batch.chunks]
@@ -152,7 +152,8 @@ class LibraryAttention:
         out: torch.Tensor,
     ) -> torch.Tensor:
         """The library's result is the layer's output if the pieces are the whole step; otherwise it is copied in."""
-        q = self._own.store(pool, heads, rotation, batch.slots, pieces.first, pieces.count)
+        first = batch.chunk_offsets if pieces.first else None
+        q = self._own.store(pool, heads, rotation, batch.slots, first, pieces.first + pieces.count)[pieces.first :]
         pages = pool.view(-1, self._block_size, *pool.shape[1:])
         k, v = pages.chunk(2, dim=2)
         found = kernel(q, k, v, pieces)

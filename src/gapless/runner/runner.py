@@ -91,6 +91,7 @@ class Runner:
             decode_rows=token_rows[: plan.num_decodes],
             decode_lengths=positions[: plan.num_decodes] + 1,
             max_decode_length=plan.max_decode_length,
+            num_chunk_tokens=len(packed.chunk_tokens),
             chunk_rows=packed.chunk_rows,
             chunk_offsets=packed.chunk_offsets,
             chunk_starts=packed.chunk_starts,
