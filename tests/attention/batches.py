@@ -62,6 +62,7 @@ def make_batch(shape: Shape, generator: torch.Generator) -> tuple[AttentionBatch
         decode_rows=torch.arange(num_decodes, device=DEVICE),
         decode_lengths=torch.tensor(shape.decode_lengths, dtype=torch.int64, device=DEVICE),
         max_decode_length=max(shape.decode_lengths, default=0),
+        num_chunk_tokens=sum(span.count for span in spans),
         chunk_rows=ints([num_decodes + i for i in range(len(spans))]),
         chunk_offsets=ints([span.offset for span in spans]),
         chunk_starts=ints([span.start for span in spans]),

@@ -111,6 +111,7 @@ class World:
             decode_rows=torch.arange(num_decodes),
             decode_lengths=torch.tensor(case.decode_lengths, dtype=torch.int64),
             max_decode_length=max(case.decode_lengths, default=0),
+            num_chunk_tokens=sum(count for _, count in case.chunks),
             chunk_rows=torch.arange(num_decodes, len(case.ends)).int(),
             chunk_offsets=ints(offsets),
             chunk_starts=ints([start for start, _ in case.chunks]),

@@ -92,6 +92,7 @@ def test_batch_invariant_tokens_do_not_know_who_came_along() -> None:
             decode_rows=torch.zeros(len(decodes), dtype=torch.int64, device=DEVICE),
             decode_lengths=torch.tensor(decodes, dtype=torch.int64, device=DEVICE) + 1,
             max_decode_length=length,
+            num_chunk_tokens=count,
             **{f"chunk_{name}": value[: 1 if count else 0] for name, value in ints.items()},
             chunks=(Span(len(decodes), start, count),) if count else (),
         )

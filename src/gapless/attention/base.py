@@ -68,12 +68,12 @@ class AttentionBatch:
     decode_rows: torch.Tensor  # [num_decodes] int64, device
     decode_lengths: torch.Tensor  # [num_decodes] int64, device: this step's token included
     max_decode_length: int
-    chunk_rows: torch.Tensor  # [num_chunks] int32, device
+    num_chunk_tokens: int  # of all chunks together, at most; 0: there are no chunks
+    chunk_rows: torch.Tensor  # [num_chunks] int32, device; a chunk whose start is its end has no tokens
     chunk_offsets: torch.Tensor  # [num_chunks] int32, device: first token in the batch
     chunk_starts: torch.Tensor  # [num_chunks] int32, device: position of that token in the row
     chunk_ends: torch.Tensor  # [num_chunks] int32, device: the row's length after the step
     chunks: tuple[Span, ...]  # the same for the host; empty in a captured step
-    num_chunk_tokens: int = 0  # of all chunks together, at most
 
     @property
     def num_decodes(self) -> int:

@@ -24,14 +24,14 @@ WORKSPACE_BYTES = 128 * 2**20  # for FlashInfer: the size in its documentation
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Adjacent tokens of the batch, split into pieces; each piece attends to one row. Tensors on the device."""
+    """The first tokens of the batch, split into pieces; each piece attends to one row. Tensors on the device."""
 
-    first: int  # token of the batch
     count: int  # of tokens
     table: torch.Tensor  # [num_pieces, max_blocks] int32: the block table of each piece's row
     lengths: torch.Tensor  # [num_pieces] int32: of the rows, the piece included
-    begins: torch.Tensor | None = None  # [num_pieces + 1] int32, from `first`; None: every piece is one token
+    begins: torch.Tensor | None = None  # [num_pieces + 1] int32; None: every piece is one token
     longest: int = 1  # most tokens of a piece
+    first: torch.Tensor | None = None  # [1] int32: tokens before it are in no piece; None: there are none
 
 
 # (q [count, num_heads, head_dim], k and v [num_blocks, block_size, num_kv_heads, head_dim], pieces) -> like q
@@ -122,22 +122,21 @@ class LibraryAttention:
         if self._decode is None or batch.num_decodes == 0:
             return self._own.decodes(batch)
         table = batch.blocks[batch.decode_rows].int()
-        pieces = Pieces(0, batch.num_decodes, table, batch.decode_lengths.int())
+        pieces = Pieces(batch.num_decodes, table, batch.decode_lengths.int())
         return [partial(self._attend, batch, pieces, self._decode)]
 
     def _chunk_parts(self, batch: AttentionBatch) -> list[Part]:
         """The chunks' starts come from the device, because different chunks take their place in a captured graph."""
-        if self._chunks is None or not batch.chunks:
+        if self._chunks is None or batch.num_chunk_tokens == 0:
             return self._own.chunks(batch)
         ends = batch.chunk_offsets + batch.chunk_ends - batch.chunk_starts  # in the batch
-        counts = [span.count for span in batch.chunks]
         pieces = Pieces(
-            first=batch.num_decodes,
-            count=sum(counts),
+            count=len(batch.slots),
             table=batch.blocks[batch.chunk_rows].int(),
             lengths=batch.chunk_ends,
-            begins=torch.cat((batch.chunk_offsets, ends[-1:])) - batch.num_decodes,
-            longest=max(counts),
+            begins=torch.cat((batch.chunk_offsets, ends[-1:])),
+            longest=batch.num_chunk_tokens,
+            first=batch.chunk_offsets[:1],
         )
         return [partial(self._attend, batch, pieces, self._chunks)]
 
@@ -151,12 +150,15 @@ class LibraryAttention:
         rotation: Rotation,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """The library's result is the layer's output if the pieces are the whole step; otherwise it is copied in."""
+        """The library's result is the layer's output, but for tokens that are in no piece."""
         q = self._own.store(pool, heads, rotation, batch.slots, pieces.first, pieces.count)
         pages = pool.view(-1, self._block_size, *pool.shape[1:])
         k, v = pages.chunk(2, dim=2)
         found = kernel(q, k, v, pieces)
+        if pieces.first is not None:
+            place = torch.arange(pieces.count, device=out.device)
+            return torch.where((place >= pieces.first)[:, None, None], found, out)
         if pieces.count == len(out):
             return found
-        out[pieces.first : pieces.first + pieces.count] = found
+        out[: pieces.count] = found
         return out

@@ -6,17 +6,20 @@ Owns their scratch memory. Also runs under Triton's interpreter, where tests com
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
 from gapless.attention.base import Attend, AttentionBatch, Rotation
 from gapless.kernels.attention import decode, prefill, rotate_and_store
+from gapless.kernels.chunk_tiles import SIZE, cut
 from gapless.kernels.launch import pdl
 from gapless.models.spec import AttentionSpec, Feature, attention_features, lacking
+
+if TYPE_CHECKING:
+    from gapless.kernels.hopper_prefill import HopperPrefill
 
 HEADS_A_PROGRAM = 8  # of the rotation kernel
 MANY_SPLITS, MAX_SPLITS = 8, 16
@@ -24,37 +27,20 @@ PROGRAMS_A_CORE = 8  # most, when keys are split; half as many where there are m
 PROGRAMS_AHEAD = 2  # most per core for which they prefetch their first keys before they wait
 WARP_BYTES = 4096  # of queries, for each warp of a decode program
 MIN_GROUP = 16  # rows of a tile that the matrix units take
-PREFILL_BLOCK_M = 64
+PREFILL_BLOCK_M = 64  # tokens of a tile
 
 # a part of a layer's work: (pool, heads, rotation, out [num_tokens, num_heads, head_dim]) -> out or what replaces it
 Part = Callable[[torch.Tensor, torch.Tensor, Rotation, torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """Chunks of tokens, each over its own row. The first four are tensors [num_chunks] on the device."""
-
-    rows: torch.Tensor
-    offsets: torch.Tensor  # of its first token in the batch
-    starts: torch.Tensor  # position of that token in the row
-    ends: torch.Tensor  # the row's length after the step
-    first: int  # token of the batch
-    count: int  # of tokens, in all chunks
-    longest: int  # most tokens of a chunk
-
-    @classmethod
-    def of(cls, batch: AttentionBatch) -> Chunks:
-        """The chunks of a batch."""
-        counts = [span.count for span in batch.chunks]
-        return cls(
-            batch.chunk_rows,
-            batch.chunk_offsets,
-            batch.chunk_starts,
-            batch.chunk_ends,
-            first=batch.num_decodes,
-            count=sum(counts),
-            longest=max(counts),
-        )
+@cache
+def hopper_prefill() -> type[HopperPrefill] | None:
+    """The kernel for chunks on Hopper, if this Triton's Gluon is one that it knows."""
+    try:
+        from gapless.kernels.hopper_prefill import HopperPrefill
+    except (ImportError, AttributeError):  # Gluon is experimental: its names come and go
+        return None
+    return HopperPrefill
 
 
 class TritonAttention:
@@ -87,6 +73,10 @@ class TritonAttention:
         self._num_cores = num_cores
         self._precision = "ieee" if pools[0].dtype == torch.float32 else "tf32"
         self._scratch = self._make_scratch(num_rows)
+        self._hopper = None
+        if not batch_invariant and (kernel := hopper_prefill()) is not None and kernel.is_for(pools[0], block_size):
+            self._hopper = kernel(pools[0], block_size, num_heads, self._scale, num_cores)
+        self._none_before = torch.zeros(1, dtype=torch.int32, device=pools[0].device)
 
     @staticmethod
     def why_not(specs: Sequence[AttentionSpec]) -> str | None:
@@ -139,13 +129,19 @@ class TritonAttention:
         if not self._batch_invariant:
             return [partial(self._attend_decodes, batch)]
         ends = batch.decode_lengths
-        offsets = torch.arange(count, device=ends.device)
-        chunks = Chunks(batch.decode_rows, offsets, ends - 1, ends, first=0, count=count, longest=1)
-        return [partial(self._attend_chunks, batch, chunks)]
+        tokens = torch.arange(count, device=ends.device)
+        tiles = cut(batch.decode_rows, tokens, ends - 1, ends, count, PREFILL_BLOCK_M)
+        return [partial(self._attend_chunks, batch, tiles, None, count)]
 
     def chunks(self, batch: AttentionBatch) -> list[Part]:
         """The work for the chunks; empty where there are none."""
-        return [partial(self._attend_chunks, batch, Chunks.of(batch))] if batch.chunks else []
+        if batch.num_chunk_tokens == 0:
+            return []
+        size = PREFILL_BLOCK_M if self._hopper is None else self._hopper.tokens_a_tile
+        tiles = cut(
+            batch.chunk_rows, batch.chunk_offsets, batch.chunk_starts, batch.chunk_ends, batch.num_chunk_tokens, size
+        )
+        return [partial(self._attend_chunks, batch, tiles, batch.chunk_offsets, len(batch.slots))]
 
     def _attend_decodes(
         self, batch: AttentionBatch, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor
@@ -169,37 +165,49 @@ class TritonAttention:
     def _attend_chunks(
         self,
         batch: AttentionBatch,
-        chunks: Chunks,
+        tiles: torch.Tensor,
+        first: torch.Tensor | None,
+        end: int,
         pool: torch.Tensor,
         heads: torch.Tensor,
         rotation: Rotation,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """The rotation kernel takes the chunks' tokens, which are adjacent."""
-        first = chunks.first
-        q = self.store(pool, heads, rotation, batch.slots, first, chunks.count)
-        prefill[(triton.cdiv(chunks.longest, PREFILL_BLOCK_M), self._num_heads, len(chunks.rows))](
-            q, pool, batch.blocks, chunks.rows, chunks.offsets, chunks.starts, chunks.ends, out,
-            self._scale, batch.blocks.stride(0), first,
-            NUM_HEADS=self._num_heads, NUM_KV=self._num_kv_heads,
+        """Of the batch's tokens from `first`, which is on the device, to `end`, those in the tiles attend."""
+        q = self.store(pool, heads, rotation, batch.slots, first, end)
+        if self._hopper is not None:
+            self._hopper(q, pool, batch.blocks, tiles, out)
+            return out
+        prefill[(self._num_heads, len(tiles) - 1)](
+            q, pool, batch.blocks, tiles, out, self._scale, batch.blocks.stride(0),
+            NUM_HEADS=self._num_heads, NUM_KV=self._num_kv_heads, SIZE=SIZE.value,
             BLOCK_SIZE=self._block_size, BLOCK_M=PREFILL_BLOCK_M, BLOCK_N=64, num_warps=4, num_stages=2,
             **self._shape(),
         )  # fmt: skip
         return out
 
     def store(
-        self, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, slots: torch.Tensor, first: int, count: int
+        self,
+        pool: torch.Tensor,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        slots: torch.Tensor,
+        first: torch.Tensor | None,
+        end: int,
     ) -> torch.Tensor:
-        """Write keys and values of `count` tokens, from the batch's `first` on, into the pool; return their queries."""
+        """Write keys and values of the batch's tokens from `first` to `end` into the pool; return the queries.
+
+        first: on the device, [>= 1]; None: from the first token on. Queries before it are undefined.
+        """
         total, head_dim = heads.shape[1:]
-        q = torch.empty(count, self._num_heads, head_dim, dtype=heads.dtype, device=heads.device)
+        q = torch.empty(end, self._num_heads, head_dim, dtype=heads.dtype, device=heads.device)
         norm = rotation.norm_weight
-        rotate_and_store[(count, triton.cdiv(total, HEADS_A_PROGRAM))](
-            heads[first:], rotation.cos_sin[first:], heads if norm is None else norm, pool, slots[first:], q,
-            rotation.eps,
+        rotate_and_store[(end, triton.cdiv(total, HEADS_A_PROGRAM))](
+            heads, rotation.cos_sin, heads if norm is None else norm, pool, slots, q,
+            self._none_before if first is None else first, rotation.eps,
             NUM_HEADS=self._num_heads, NUM_KV=self._num_kv_heads, HEAD_DIM=head_dim,
             BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_H=HEADS_A_PROGRAM, HAS_NORM=norm is not None,
-            num_warps=2,
+            num_warps=2, **pdl(),
         )  # fmt: skip
         return q
 

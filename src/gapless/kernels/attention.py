@@ -2,7 +2,8 @@
 
 `decode` takes one token a row: norm, rope, KV write and attention in one, split over the keys, grouped query heads
 packed into one tile; the last split to finish adds up the parts. For chunks there are `rotate_and_store` and
-`prefill`. The caller decides how many programs there are, and of which sizes.
+`prefill`, which has a faster form for Hopper in hopper_prefill. The caller decides how many programs there are, and of
+which sizes.
 """
 
 from __future__ import annotations
@@ -90,27 +91,32 @@ def _take_in_one(score, v, top, total, acc):
     return new_top, total * fade + weight, acc * fade[:, None] + weight[:, None] * v
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "first"])  # views of larger tensors
 def rotate_and_store(
-    heads, cos_sin, norm, pool, slots, q_out, eps,
+    heads, cos_sin, norm, pool, slots, q_out, first, eps,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr, HAS_NORM: tl.constexpr,
+    BLOCK_H: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A few heads of one token: queries go to q_out, keys and values to the token's slot in the pool."""
+    """A few heads of one token: queries go to q_out, keys and values to the token's slot in the pool.
+
+    first: points to the first token of the batch that is stored; those before it are not this kernel's.
+    """
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    dim = tl.arange(0, BLOCK_D)
-    total: tl.constexpr = NUM_HEADS + 2 * NUM_KV
-    valid = (head < total)[:, None] & (dim < HEAD_DIM)[None, :]
-    turns = valid & (head < NUM_HEADS + NUM_KV)[:, None]
-    turned = _rotated(heads, norm, cos_sin, token, head, dim, turns, eps, total, HEAD_DIM, HAS_NORM)
-    kept = tl.load(heads + (token * total + head[:, None]) * HEAD_DIM + dim[None, :], mask=valid, other=0.0)
-    out = tl.where(turns, turned, kept.to(tl.float32))
-    q_at = q_out + (token * NUM_HEADS + head[:, None]) * HEAD_DIM + dim[None, :]
-    tl.store(q_at, out.to(q_out.dtype.element_ty), mask=valid & (head < NUM_HEADS)[:, None])
-    slot = tl.load(slots + token)
-    kv_at = pool + (slot * 2 * NUM_KV + head[:, None] - NUM_HEADS) * HEAD_DIM + dim[None, :]
-    tl.store(kv_at, out.to(pool.dtype.element_ty), mask=valid & (head >= NUM_HEADS)[:, None])
+    launch_dependents_and_wait(PDL)
+    if token >= tl.load(first):
+        head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        dim = tl.arange(0, BLOCK_D)
+        total: tl.constexpr = NUM_HEADS + 2 * NUM_KV
+        valid = (head < total)[:, None] & (dim < HEAD_DIM)[None, :]
+        turns = valid & (head < NUM_HEADS + NUM_KV)[:, None]
+        turned = _rotated(heads, norm, cos_sin, token, head, dim, turns, eps, total, HEAD_DIM, HAS_NORM)
+        kept = tl.load(heads + (token * total + head[:, None]) * HEAD_DIM + dim[None, :], mask=valid, other=0.0)
+        out = tl.where(turns, turned, kept.to(tl.float32))
+        q_at = q_out + (token * NUM_HEADS + head[:, None]) * HEAD_DIM + dim[None, :]
+        tl.store(q_at, out.to(q_out.dtype.element_ty), mask=valid & (head < NUM_HEADS)[:, None])
+        slot = tl.load(slots + token)
+        kv_at = pool + (slot * 2 * NUM_KV + head[:, None] - NUM_HEADS) * HEAD_DIM + dim[None, :]
+        tl.store(kv_at, out.to(pool.dtype.element_ty), mask=valid & (head >= NUM_HEADS)[:, None])
 
 
 @triton.jit
@@ -228,30 +234,30 @@ def _add_up(
     tl.store(out_at, joined.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=["first"])  # else some numbers of decode rows are compiled for in the middle of work
+@triton.jit
 def prefill(
-    q, pool, blocks, rows, offsets, starts, ends, out, scale, table_stride, first,
+    q, pool, blocks, tiles, out, scale, table_stride,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One query head of a tile of one chunk's tokens, over all keys of its row up to each token."""
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    chunk = tl.program_id(2)
-    start = tl.load(starts + chunk)
-    count = tl.load(ends + chunk) - start
-    if tile * BLOCK_M < count:
-        offset = tl.load(offsets + chunk).to(tl.int64)
-        table = blocks + tl.load(rows + chunk).to(tl.int64) * table_stride
+    """One query head of a tile of one chunk's tokens (chunk_tiles), over all keys of its row up to each token."""
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
+    if tile < tl.load(tiles):
+        record = tiles + (1 + tile) * SIZE
+        table = blocks + tl.load(record).to(tl.int64) * table_stride
+        token = tl.load(record + 1).to(tl.int64)
+        start = tl.load(record + 2)
+        last = tl.minimum(start + BLOCK_M, tl.load(record + 3))
         kv_head = head // (NUM_HEADS // NUM_KV)
-        member = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        member = tl.arange(0, BLOCK_M)
         dim = tl.arange(0, BLOCK_D)
         step = tl.arange(0, BLOCK_N)
-        mask = (member < count)[:, None] & (dim < HEAD_DIM)[None, :]
-        at = ((offset + member[:, None]) * NUM_HEADS + head) * HEAD_DIM + dim[None, :]
-        query = tl.load(q + at - first * NUM_HEADS * HEAD_DIM, mask=mask, other=0.0)
         place = start + member
-        last = start + tl.minimum(tile * BLOCK_M + BLOCK_M, count)
+        mask = (place < last)[:, None] & (dim < HEAD_DIM)[None, :]
+        at = ((token + member[:, None]) * NUM_HEADS + head) * HEAD_DIM + dim[None, :]
+        query = tl.load(q + at, mask=mask, other=0.0)
 
         top = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)

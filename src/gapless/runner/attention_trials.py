@@ -101,6 +101,7 @@ class Trials:
             decode_rows=rows[:num_decodes],
             decode_lengths=places[:num_decodes] + 1,
             max_decode_length=length,
+            num_chunk_tokens=sum(span.count for span in spans),
             chunk_rows=self._ints([0 for _ in spans]),
             chunk_offsets=self._ints([span.offset for span in spans]),
             chunk_starts=self._ints([span.start for span in spans]),

@@ -236,6 +236,7 @@ class GraphRunner:
             decode_rows=inputs.rows,
             decode_lengths=inputs.lengths,
             max_decode_length=self._limits.max_model_len,
+            num_chunk_tokens=0,
             chunk_rows=nothing,
             chunk_offsets=nothing,
             chunk_starts=nothing,

@@ -90,12 +90,12 @@ class Runner:
             decode_rows=token_rows[: plan.num_decodes],
             decode_lengths=positions[: plan.num_decodes] + 1,
             max_decode_length=plan.max_decode_length,
+            num_chunk_tokens=len(packed.chunk_tokens),
             chunk_rows=packed.chunk_rows,
             chunk_offsets=packed.chunk_offsets,
             chunk_starts=packed.chunk_starts,
             chunk_ends=packed.chunk_ends,
             chunks=spans(plan),
-            num_chunk_tokens=plan.num_tokens - plan.num_decodes,
         )
 
     def _write_scores(self, plan: Plan, packed: Packed, found: Outputs, out: torch.Tensor) -> None:

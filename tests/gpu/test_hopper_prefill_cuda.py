@@ -1,0 +1,130 @@
+"""The attention of chunks on the GPU it is for, against plain torch in float32; all that it must not read is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+FIRST, PADDING, EMPTY = 7, 9, 3  # decode rows before the chunks, tokens behind them, entries without tokens
+
+
+@dataclass(frozen=True)
+class Shape:
+    chunks: tuple[tuple[int, int], ...]  # (start, count)
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+
+
+ODD = ((0, 131), (5, 77), (200, 3), (127, 65), (0, 64), (16, 128))
+SHAPES = {
+    "one token": Shape(((0, 1),)),
+    "odd lengths": Shape(ODD),
+    "a long prompt": Shape(((0, 3001),)),
+    "a prefix of 100,000 tokens": Shape(((100_000, 190),), num_heads=16),
+    "many chunks": Shape(tuple((i, 1 + 5 * i) for i in range(40)), num_heads=16),
+    "heads of 64": Shape(ODD, head_dim=64),
+    "heads of 256": Shape(ODD, num_heads=16, head_dim=256),
+    "a head for each KV head": Shape(ODD, num_heads=8),
+    "five heads for each KV head": Shape(ODD, num_heads=10, num_kv_heads=2),
+    "blocks of 8": Shape(ODD, block_size=8),
+    "blocks of 64 in float16": Shape(ODD, block_size=64, dtype=torch.float16),
+}
+
+
+class Scene:
+    """Chunks of rows whose blocks lie anywhere in a pool. What no row wrote is NaN, and so is the output before."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.generator = torch.Generator("cuda").manual_seed(len(shape.chunks))
+        size, lengths = shape.block_size, [start + count for start, count in shape.chunks]
+        used = [-(-length // size) for length in lengths]
+        unused = sum(used)
+        blocks = torch.randperm(unused, generator=self.generator, device="cuda")
+        self.blocks = torch.full((len(lengths), max(used)), unused, dtype=torch.int64, device="cuda")
+        for row, some in enumerate(blocks.split(used)):
+            self.blocks[row, : len(some)] = some
+        self.slots = [self._slots(row, length) for row, length in enumerate(lengths)]
+        written = torch.cat(self.slots)
+        pool = torch.full((unused * size + size, 2 * shape.num_kv_heads, shape.head_dim), float("nan"), device="cuda")
+        pool[written] = torch.randn(pool[written].shape, generator=self.generator, device="cuda")
+        self.pool = pool.to(shape.dtype)
+        counts = [count for _, count in shape.chunks]
+        self.offsets = [FIRST + sum(counts[:i]) for i in range(len(counts) + 1)]
+        sizes = (self.offsets[-1] + PADDING, shape.num_heads, shape.head_dim)
+        self.q = torch.randn(sizes, generator=self.generator, device="cuda").to(shape.dtype)
+        self.out = torch.full_like(self.q, float("nan"))
+
+    def _slots(self, row: int, length: int) -> torch.Tensor:
+        place = torch.arange(length, device="cuda")
+        return self.blocks[row, place // self.shape.block_size] * self.shape.block_size + place % self.shape.block_size
+
+    def tiles(self, tokens_a_tile: int) -> torch.Tensor:
+        from gapless.kernels.chunk_tiles import cut
+
+        starts = [start for start, _ in self.shape.chunks] + [0] * EMPTY
+        ends = [start + count for start, count in self.shape.chunks] + [0] * EMPTY
+        rows = [*range(len(self.shape.chunks)), *([0] * EMPTY)]
+        offsets = self.offsets[:-1] + [self.offsets[-1]] * EMPTY
+        tensors = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (rows, offsets, starts, ends)]
+        return cut(*tensors, num_tokens=len(self.q), tokens_a_tile=tokens_a_tile)
+
+    def expected(self, chunk: int, head: int, scale: float) -> torch.Tensor:
+        """Of all tokens of a chunk, in float32."""
+        start, count = self.shape.chunks[chunk]
+        kv_head = head * self.shape.num_kv_heads // self.shape.num_heads
+        k, v = (self.pool[self.slots[chunk], kv_head + i * self.shape.num_kv_heads].float() for i in range(2))
+        q = self.q[self.offsets[chunk] : self.offsets[chunk + 1], head].float()
+        place = torch.arange(start + count, device="cuda")
+        scores = (q @ k.T * scale).masked_fill(place[None] > place[start:, None], -float("inf"))
+        return scores.softmax(dim=1) @ v
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_equals_torch(name: str) -> None:
+    from gapless.attention.triton import hopper_prefill
+
+    scene, shape = Scene(SHAPES[name]), SHAPES[name]
+    kernel = hopper_prefill()
+    if kernel is None or not kernel.is_for(scene.pool, shape.block_size):
+        pytest.skip("needs Hopper")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    scale = 1.7 * shape.head_dim**-0.5
+    attend = kernel(scene.pool, shape.block_size, shape.num_heads, scale * 1.4426950408889634, 132)
+    attend(scene.q, scene.pool, scene.blocks, scene.tiles(attend.tokens_a_tile), scene.out)
+    limit = 8e-3 if shape.dtype == torch.bfloat16 else 1e-3
+    for chunk in range(len(shape.chunks)):
+        for head in range(shape.num_heads):
+            expected = scene.expected(chunk, head, scale)
+            found = scene.out[scene.offsets[chunk] : scene.offsets[chunk + 1], head].float()
+            error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+            assert error.max() < limit, (chunk, head, int(error.argmax()), float(error.max()))
+    assert scene.out[:FIRST].isnan().all()  # of decode rows, and behind the last chunk: not its business
+    assert scene.out[scene.offsets[-1] :].isnan().all()
+
+
+def test_tokens_alone_are_as_in_company() -> None:
+    """Bit for bit: a token's sums do not depend on the chunk that it came in."""
+    from gapless.attention.triton import hopper_prefill
+
+    length = 700
+    whole = Scene(Shape(((0, length),), num_heads=16))
+    kernel = hopper_prefill()
+    if kernel is None or not kernel.is_for(whole.pool, 16):
+        pytest.skip("needs Hopper")
+    attend = kernel(whole.pool, 16, 16, 0.1, 132)
+    attend(whole.q, whole.pool, whole.blocks, whole.tiles(attend.tokens_a_tile), whole.out)
+    for start, count in ((length - 1, 1), (333, 100), (128, 500)):
+        part = Scene(Shape(((start, count),), num_heads=16))
+        part.q[FIRST : FIRST + count] = whole.q[FIRST + start : FIRST + start + count]
+        attend(part.q, whole.pool, whole.blocks, part.tiles(attend.tokens_a_tile), part.out)
+        assert torch.equal(part.out[FIRST : FIRST + count], whole.out[FIRST + start : FIRST + start + count])
