@@ -286,9 +286,14 @@ def _is_plain(plan: Plan, shape: Shape) -> bool:
 
 
 def _record(body: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """Not by `torch.cuda.graph`, which collects garbage and empties the allocator's cache before each capture."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        body()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool)
+        try:
+            body()
+        finally:
+            graph.capture_end()
     return graph
 
 
