@@ -94,6 +94,10 @@ def build_parser() -> argparse.ArgumentParser:
     info = _command(commands, "info", "show device, data types, KV cache and limits", _info)
     add_engine_options(info, without=("trace", "record"))
 
+    compiled = _command(commands, "compile", "compile the GPU kernels that an engine needs, into a cache", _compile)
+    compiled.add_argument("--cache", metavar="DIR", help="Triton's cache (default: TRITON_CACHE_DIR, ~/.triton/cache)")
+    add_engine_options(compiled, without=("device", "load_format", "trace", "record"))
+
     _add_check(commands)
 
     serve = _command(commands, "serve", "serve the model over HTTP, with the OpenAI API", _serve)
@@ -246,6 +250,12 @@ def _info(args: argparse.Namespace) -> int:
     from gapless.commands.info import info
 
     return info(engine_options(args))
+
+
+def _compile(args: argparse.Namespace) -> int:
+    from gapless.commands.compile import compile_kernels
+
+    return compile_kernels(args.cache, engine_options(args))
 
 
 def _check(args: argparse.Namespace) -> int:

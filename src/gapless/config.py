@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 from gapless.errors import ConfigError
 
-DEVICES = ("auto", "cuda", "cpu")
+GPU = "cuda"
+DEVICES = ("auto", GPU, "cpu")
 MAX_DEPTH = 8
 _POSITIVE = {
     "max_batch_tokens": 2**20,
@@ -118,6 +119,11 @@ def parse_bytes(name: str, value: int | str) -> int:
     if size < 1:
         raise ConfigError(f"{name} must be above 0, got {value!r}")
     return size
+
+
+def set_kernel_cache(folder: str) -> None:
+    """Have Triton keep compiled kernels in this folder, in this process and in those that it starts."""
+    os.environ["TRITON_CACHE_DIR"] = folder
 
 
 def log_level() -> str:

@@ -56,7 +56,7 @@ def test_allocations_count_from_the_moment_it_was_ready() -> None:
 
 def test_names_that_were_there_before_are_not_new() -> None:
     late, shapes = Late(), ["1x8x8"]
-    late.watch_names("first product", lambda: shapes)
+    late.watch_names("first product", shapes)
     shapes.append("2x8x8")
     late.ready()
     shapes.append("3x8x8")
@@ -65,7 +65,7 @@ def test_names_that_were_there_before_are_not_new() -> None:
 
 def test_the_number_of_names_is_bounded() -> None:
     late, shapes = Late(), list[str]()
-    late.watch_names("first product", lambda: shapes)
+    late.watch_names("first product", shapes)
     late.ready()
     shapes += [f"{i}x8x8" for i in range(100)]
     for i in range(100):

@@ -66,11 +66,21 @@ def test_hub_failure_names_both_causes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hub_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: str(tmp_path))
+    wanted = list[list[str]]()
+
+    def download(name: str, allow_patterns: list[str], **options: object) -> str:
+        wanted.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(ModelNotFound, match=r"no config\.json"):
         resolve("org/name")
     (tmp_path / "config.json").touch()
-    assert resolve("org/name") == ModelSource("org/name", tmp_path, "hf")
+    for with_weights in (True, False):
+        found = resolve("org/name", with_weights=with_weights)
+        assert found == ModelSource("org/name", tmp_path, "hf")
+        assert "*.json" in wanted[-1]
+        assert ("*.safetensors" in wanted[-1]) == with_weights
 
 
 def test_no_network_fails_soon(monkeypatch: pytest.MonkeyPatch) -> None:

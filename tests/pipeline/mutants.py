@@ -70,6 +70,7 @@ class ScriptedDevice:
         self.stream = self._streams.__getitem__
         self.event, self.buffer, self.touch, self.close = inner.event, inner.buffer, inner.touch, inner.close
         self.release, self.kv_budget, self.timer = inner.release, inner.kv_budget, inner.timer
+        self.late, self.watch, self.as_launch = inner.late, inner.watch, inner.as_launch
 
     def play(self, edit: Edit) -> None:
         for line in edit(list(self._script)):

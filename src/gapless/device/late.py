@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 PREFIX = "after ready: "
 MOST_NAMES = 32  # of one kind, that are counted by name
@@ -29,13 +28,13 @@ class Late:
         self._counts: Counter[str] = Counter()
         self._is_ready = False
         self._lock = threading.Lock()  # of the counts: kernels are compiled by several threads
-        self._names: dict[str, tuple[Callable[[], Sequence[str]], int]] = {}  # by kind: all of them, those before
+        self._names: dict[str, tuple[Sequence[str], int]] = {}  # by kind: all of them, and how many before
         self._allocations: Callable[[], int] | None = None
         self._allocated = self._noted = 0  # when the engine was ready, and when it was last looked at
 
-    def watch_names(self, kind: str, names: Callable[[], Sequence[str]]) -> None:
-        """Have `names`, which only grows at its end, asked for what is new."""
-        self._names[kind] = (names, len(names()))
+    def watch_names(self, kind: str, names: Sequence[str]) -> None:
+        """Look at `names`, which only grow at their end, for new ones."""
+        self._names[kind] = (names, len(names))
 
     def watch_allocations(self, count: Callable[[], int]) -> None:
         """Have `count` asked how often memory was taken from the device so far."""
@@ -44,7 +43,7 @@ class Late:
     def ready(self) -> None:
         """From now on everything counts."""
         self._is_ready = True
-        self._names = {kind: (names, len(names())) for kind, (names, _) in self._names.items()}
+        self._names = {kind: (names, len(names)) for kind, (names, _) in self._names.items()}
         if self._allocations is not None:
             self._allocated = self._noted = self._allocations()
 
@@ -71,10 +70,9 @@ class Late:
         with self._lock:
             found = dict(self._counts)
         for kind, (names, before) in self._names.items():
-            new = names()[before:]
-            found |= {f"{PREFIX}{kind} {name}": 1 for name in islice(new, MOST_NAMES)}
-            if len(new) > MOST_NAMES:
-                found[f"{PREFIX}{kind}, others"] = len(new) - MOST_NAMES
+            found |= {f"{PREFIX}{kind} {name}": 1 for name in names[before : before + MOST_NAMES]}
+            if (others := len(names) - before - MOST_NAMES) > 0:
+                found[f"{PREFIX}{kind}, others"] = others
         if self._allocations is not None and (count := self._allocations() - self._allocated) > 0:
             found[f"{PREFIX}{ALLOCATED}"] = count
         return found

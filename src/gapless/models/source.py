@@ -14,7 +14,8 @@ from gapless.errors import ModelNotFound
 from gapless.models.files import check_regular, is_there
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt"]
+_HUB_WEIGHTS = ["*.safetensors"]
+_HUB_FILES = ["*.json", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt"]
 _HUB_TIMEOUT_S = 5.0
 
 
@@ -25,7 +26,7 @@ class ModelSource:
     kind: Literal["hf", "gguf"]
 
 
-def resolve(model: str | Path) -> ModelSource:
+def resolve(model: str | Path, *, with_weights: bool = True) -> ModelSource:
     """Finds a model on this machine, or downloads it when the name looks like a hub id."""
     if model == "smollm2":
         return ModelSource("smollm2", _packaged_smollm2(), "gguf")
@@ -35,7 +36,7 @@ def resolve(model: str | Path) -> ModelSource:
     if _is(path, Path.exists):
         return _single_file(path)
     if isinstance(model, str) and _HUB_ID.fullmatch(model):
-        return ModelSource(model, _download(model), "hf")
+        return ModelSource(model, _download(model, with_weights=with_weights), "hf")
     raise ModelNotFound(
         f"{model}: no such directory or file; give smollm2, a directory, a .gguf file or a hub id org/name"
     )
@@ -80,11 +81,12 @@ def _single_file(path: Path) -> ModelSource:
     return ModelSource(path.stem, path, "gguf")
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, *, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
+    files = _HUB_FILES + (_HUB_WEIGHTS if with_weights else [])
     try:
-        found = snapshot_download(hub_id, allow_patterns=_HUB_FILES, etag_timeout=_HUB_TIMEOUT_S)
+        found = snapshot_download(hub_id, allow_patterns=files, etag_timeout=_HUB_TIMEOUT_S)
     except Exception as error:  # the hub client raises its own errors, httpx's, and plain OSError
         raise ModelNotFound(
             f"{hub_id}: no such local path, and the download from the Hugging Face hub failed, so either the network "

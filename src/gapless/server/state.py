@@ -33,6 +33,7 @@ async def read_state(service: Service, metrics: Metrics, seconds: float) -> dict
         "wasted_tokens": totals.get("stats", "num_overrun"),
         "restarts": supervisor.num_restarts,
         "idle_s": {cause: totals.get("idle", cause) for cause in totals.names("idle")},
+        "ledger": {reason: totals.get("ledger", reason) for reason in totals.names("ledger")},
         "timeline": timeline.lanes if timeline is not None else {},
         "timeline_s": timeline.seconds if timeline is not None else 0.0,
     }

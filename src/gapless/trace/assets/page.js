@@ -159,7 +159,8 @@ function causes(parent) {
       part.style.width = 100 * seconds / most + "%"; part.style.background = color(name);
       part.title = `${name}: ${time(seconds)}`;
     }
-    add(row, "div", "sum", `idle ${time(s.idle_s)} of ${time(s.seconds)}, in ${count(s.gaps)} ${s.gaps === 1 ? "gap" : "gaps"}`);
+    const within = INSIDE.reduce((sum, name) => sum + (s.idle_by_cause[name] || 0), 0);
+    add(row, "div", "sum", `idle ${time(s.idle_s)} of ${time(s.seconds)}, in ${count(s.gaps)} ${s.gaps === 1 ? "gap" : "gaps"}` + (within ? `; ${time(within)} of it within steps` : ""));
   }
   legend(parent);
 }
@@ -187,7 +188,7 @@ function ledger(parent) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.summary.ledger || {})))];
   document.getElementById("notes").hidden = names.length === 0;
   const table = add(parent, "table"), head = add(add(table, "thead"), "tr"), body = add(table, "tbody");
-  for (const name of ["overlap reduced, or a fast path missed, since the engine began", ...runs.map((run) => run.summary.label)]) add(head, "th", "", name).scope = "col";
+  for (const name of ["overlap reduced, a fast path missed, or a first time after the engine was ready", ...runs.map((run) => run.summary.label)]) add(head, "th", "", name).scope = "col";
   for (const name of names) {
     const row = add(body, "tr");
     add(row, "th", "", name).scope = "row";
