@@ -1,11 +1,11 @@
-"""The sampler for NVIDIA GPUs: greedy, drawn, filtered, without a sort, in two Triton kernels.
+"""The sampler for NVIDIA GPUs: greedy, drawn, filtered, without a sort, in three Triton kernels.
 
 The same meaning as `sampler.sample`, which is its oracle in tests. The first kernel surveys the logits
 (kernels/shortlist.py), the second picks a token, one program a row. A filter keeps every token from some logit up, and
 that logit is among the largest: the program compares each logit of the shortlist with each other one, which tells how
 many are larger and how much they weigh. A row without filters needs no shortlist: the sums of its tiles say in which
-tile the token is. Only a filter that keeps more tokens than the shortlist has room for reads the whole row again.
-Both kernels can be captured in a graph, and run under Triton's interpreter too.
+tile the token is. The third kernel (kernels/row_passes.py) has nothing to do unless a filter keeps more tokens than a
+shortlist has room for. All can be captured in a graph, and run under Triton's interpreter too.
 """
 
 from __future__ import annotations
@@ -19,30 +19,36 @@ import triton.language as tl
 from gapless.core.params import MAX_STOP_IDS
 from gapless.core.plan import NO_SAMPLE
 from gapless.core.row_fields import SEAT_WORDS
+from gapless.kernels.inverse import slot_at, uniform_of
 from gapless.kernels.launch import launch_dependents_and_wait, pdl
+from gapless.kernels.row_passes import UNSETTLED, pick_by_passes
 from gapless.kernels.shortlist import (
     SIZES,
     Figures,
     ShortlistSizes,
-    key_of,
+    floor_of_min_p,
     limit_for,
     list_from,
     load_list,
     look,
     sum_tiles,
     survey_columns,
+    top_k_of,
+    warmth_of,
 )
 
-COLDEST = tl.constexpr(1e-30)  # a lower temperature is as good as this one, and its inverse may not be a number
+SPARE = tl.constexpr(0.25)  # of the mass that top-p leaves out: a shortlist reads tiles of so much more than it needs
+
+MAX_REGISTERS = 128  # a thread's; two programs fit on a multiprocessor then
 
 
 @triton.jit
 def _survey(
-    logits, rows, places, temperatures, stop_ids, min_total, maxima, sums,
+    logits, rows, places, temperatures, top_ks, stop_ids, min_total, maxima, sums,
     VOCAB: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, NUM_TILES: tl.constexpr, NUM_STOPS: tl.constexpr,
     SEAT_WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The figures of some tiles of one row: sums only where a token will be drawn."""
+    """The figures of some tiles of one row: sums only where a token is drawn without top-k, which needs none."""
     launch_dependents_and_wait(PDL)
     i = tl.program_id(0).to(tl.int64)
     seat = tl.load(rows + i) * SEAT_WORDS
@@ -52,42 +58,9 @@ def _survey(
     largest = tl.max(x, axis=1)
     tl.store(maxima + i * NUM_TILES + tile, largest, mask=tile < NUM_TILES)
     temperature = tl.load(temperatures + seat)
-    if temperature > 0:
-        total = sum_tiles(x, largest, 1.0 / tl.maximum(temperature, COLDEST))
+    if (temperature > 0) & (top_k_of(top_ks + seat, VOCAB) == 0):
+        total = sum_tiles(x, largest, warmth_of(temperature))
         tl.store(sums + i * NUM_TILES + tile, total, mask=tile < NUM_TILES)
-
-
-@triton.jit
-def _shift(x, BITS: tl.constexpr):
-    """Logical right shift of signed numbers."""
-    return (x >> BITS) & ((1 << (64 - BITS)) - 1)
-
-
-@triton.jit
-def _mix(x):
-    x = x + -7046029254386353131
-    x = (x ^ _shift(x, 30)) * -4658895280553007687
-    x = (x ^ _shift(x, 27)) * -7723592293110705685
-    return x ^ _shift(x, 31)
-
-
-@triton.jit
-def _uniform(seed, place):
-    """The same number in [0, 1) as `sampler.uniform`."""
-    return _shift(_mix(_mix(seed) + place), 11).to(tl.float64) * (1.0 / 9007199254740992.0)
-
-
-@triton.jit
-def _slot_at(weight, target, SLOTS: tl.constexpr):
-    """The first slot at which the running sum of weights [SLOTS] passes `target`, and the sum before that slot.
-
-    A sum taken in a different order may end below the target: then the last slot that weighs something.
-    """
-    slot = tl.arange(0, SLOTS)
-    reached = tl.cumsum(weight.to(tl.float64), axis=0)
-    last = tl.max(tl.where(weight > 0, slot, 0), axis=0)
-    found = tl.minimum(tl.sum((reached <= target).to(tl.int32), axis=0), last)
-    return found, tl.sum(tl.where(slot == found, reached - weight, 0.0), axis=0)
 
 
 @triton.jit
@@ -105,82 +78,73 @@ def _compare(values, x, count, top, warmth, ROOM: tl.constexpr):
 
 
 @triton.jit
-def _weight(x, top, warmth, floor_key, floor):
-    """Unnormalized probability of what the filters left standing."""
-    return tl.where((key_of(x) >= floor_key) & (x >= floor), tl.exp((x - top) * warmth), 0.0)
+def _draw_listed(values, ids, count, top, warmth, top_k, total, top_p, floor, uniform, ROOM: tl.constexpr):
+    """A token of the shortlist, from what top-k, then top-p, then min-p (`floor`) leave standing.
 
-
-@triton.jit
-def _lowest_key(
-    base, stops, is_early, top, warmth, floor_key, wanted,
-    BY_MASS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr,
-):  # fmt: skip
-    """The largest key such that the tokens at or above it are at least `wanted`, by count or by probability.
-
-    Two bits of the key by each pass over the row.
+    Without top-k, which is 0 then, top-p is a share of `total`, the mass of the whole row.
     """
-    found = tl.full([], 0, tl.uint32)
-    unit = tl.full([], 1 << 30, tl.uint32)  # of the digit that is looked for
-    for _ in range(16):
-        sum_1 = tl.zeros([BLOCK], tl.float32)
-        sum_2 = tl.zeros([BLOCK], tl.float32)
-        sum_3 = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, VOCAB, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            x = look(base, column, stops, is_early, VOCAB, NUM_STOPS)
-            key = key_of(x)
-            amount = (column < VOCAB).to(tl.float32)
-            if BY_MASS:
-                amount = _weight(x, top, warmth, floor_key, -float("inf"))
-            sum_1 += tl.where(key >= found + unit, amount, 0.0)
-            sum_2 += tl.where(key >= found + 2 * unit, amount, 0.0)
-            sum_3 += tl.where(key >= found + 3 * unit, amount, 0.0)
-        enough = (tl.sum(sum_1, axis=0) >= wanted).to(tl.uint32)
-        enough += (tl.sum(sum_2, axis=0) >= wanted).to(tl.uint32)
-        enough += (tl.sum(sum_3, axis=0) >= wanted).to(tl.uint32)
-        found += enough * unit
-        unit = unit >> 2
-    return found
+    x, token = load_list(values, ids, count, ROOM)
+    larger, above = _compare(values, x, count, top, warmth, ROOM)
+    weight = tl.where(larger < tl.where(top_k > 0, top_k, ROOM), tl.exp((x - top) * warmth), 0.0)
+    share = tl.where(top_k > 0, tl.sum(weight, axis=0), total.to(tl.float32)) * top_p
+    share = tl.where(top_p < 1, share, float("inf"))
+    weight = tl.where((larger == 0) | ((above < share) & (x >= floor)), weight, 0.0)
+    slot, _ = slot_at(weight, uniform * tl.sum(weight.to(tl.float64), axis=0), ROOM)
+    return tl.sum(tl.where(tl.arange(0, ROOM) == slot, token, 0), axis=0)
 
 
 @triton.jit
-def _mass(
-    base, stops, is_early, top, warmth, floor_key, floor,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr,
+def _draw_filtered(
+    base, stops, is_early, largest, mass, near, values, ids, top, warmth, top_k, total, top_p, floor, uniform,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
+    FIRST: tl.constexpr, ROOM: tl.constexpr, NUM_STOPS: tl.constexpr,
 ):  # fmt: skip
-    """Sum of all weights."""
-    total = tl.full([], 0.0, tl.float64)
-    for start in range(0, VOCAB, BLOCK):
-        x = look(base, start + tl.arange(0, BLOCK), stops, is_early, VOCAB, NUM_STOPS)
-        total += tl.sum(_weight(x, top, warmth, floor_key, floor), axis=0).to(tl.float64)
-    return total
-
-
-@triton.jit
-def _draw_from_row(
-    base, stops, is_early, top, token, warmth, floor, top_k, top_p, uniform,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr,
-):  # fmt: skip
-    """The same by passes over the whole row, for filters that keep more than a shortlist holds."""
-    floor_key = tl.full([], 0, tl.uint32)
-    if (top_k > 0) & (top_k < VOCAB):
-        wanted = top_k.to(tl.float32)
-        floor_key = _lowest_key(base, stops, is_early, top, warmth, floor_key, wanted, False, VOCAB, BLOCK, NUM_STOPS)
-    if top_p < 1:
-        kept = _mass(base, stops, is_early, top, warmth, floor_key, -float("inf"), VOCAB, BLOCK, NUM_STOPS)
-        wanted = (kept * top_p).to(tl.float32)
-        floor_key = _lowest_key(base, stops, is_early, top, warmth, floor_key, wanted, True, VOCAB, BLOCK, NUM_STOPS)
-    target = uniform * _mass(base, stops, is_early, top, warmth, floor_key, floor, VOCAB, BLOCK, NUM_STOPS)
-    before = tl.full([], 0.0, tl.float64)
-    for start in range(0, VOCAB, BLOCK):
-        x = look(base, start + tl.arange(0, BLOCK), stops, is_early, VOCAB, NUM_STOPS)
-        weight = _weight(x, top, warmth, floor_key, floor)
-        after = before + tl.sum(weight, axis=0).to(tl.float64)
-        if (before <= target) & (target < after):
-            slot, _ = _slot_at(weight, target - before, BLOCK)
-            token = start + slot
-        before = after
+    """The token of a row with filters; UNSETTLED where the longest shortlist does not show all that they keep."""
+    goal = tl.where((top_k > 0) | (top_p >= 1), 0.0, total * (top_p + (1 - top_p) * SPARE)).to(tl.float32)
+    least = tl.maximum(top_k, FIRST)
+    count = least * 0
+    is_enough = least < 0
+    while (least <= ROOM) & (is_enough == 0):
+        limit = limit_for(largest, top, least, mass, goal)
+        limit = tl.where(top_k > 0, limit, tl.where(top_p < 1, tl.maximum(limit, floor), floor))
+        count = list_from(
+            limit, base, largest, near, values, ids, stops, is_early,
+            VOCAB, TILE, NUM_TILES, TILES, CHUNK, ROOM, NUM_STOPS,
+        )  # fmt: skip
+        x, _ = load_list(values, ids, count, ROOM)
+        listed = tl.sum(tl.exp((x - top) * warmth), axis=0)
+        shows_p = (floor >= limit) | ((top_p < 1) & (listed >= top_p * total))
+        is_enough = tl.where(top_k > 0, count >= top_k, shows_p) | (limit == -float("inf"))
+        is_enough = is_enough & (count <= ROOM)
+        least = tl.where(count <= ROOM, 4 * least, ROOM + 1)
+    token = tl.full([], UNSETTLED, tl.int32)
+    if is_enough:
+        token = _draw_listed(values, ids, count, top, warmth, top_k, total, top_p, floor, uniform, ROOM)
     return token
+
+
+@triton.jit
+def _draw_unfiltered(
+    base, stops, is_early, mass, top, warmth, target,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, NUM_STOPS: tl.constexpr,
+):  # fmt: skip
+    """The token of a row without filters: the tile in which the sum of weights passes `target`, and the token there."""
+    tile, before = slot_at(mass, target, TILES)
+    x = look(base, tile * TILE + tl.arange(0, TILE), stops, is_early, VOCAB, NUM_STOPS)
+    slot, _ = slot_at(tl.exp((x - top) * warmth), target - before, TILE)
+    return tile * TILE + slot
+
+
+@triton.jit
+def _first_of_largest(
+    base, stops, is_early, largest, top,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, NUM_STOPS: tl.constexpr,
+):  # fmt: skip
+    """The first token that has the largest logit."""
+    tile = tl.min(tl.where(largest == top, tl.arange(0, TILES), TILES), axis=0)
+    column = tile * TILE + tl.arange(0, TILE)
+    x = look(base, column, stops, is_early, VOCAB, NUM_STOPS)
+    return tl.min(tl.where(x == top, column, VOCAB), axis=0)
 
 
 @triton.jit
@@ -188,8 +152,8 @@ def _pick(
     logits, rows, places, temperatures, top_ps, min_ps, top_ks, seeds, stop_ids, min_total,
     maxima, sums, near, values, ids, tokens,
     VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
-    FIRST: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr,
-    NO_SAMPLE: tl.constexpr, SEAT_WORDS: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, ROOM: tl.constexpr, NUM_STOPS: tl.constexpr, NO_SAMPLE: tl.constexpr,
+    SEAT_WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The next token of one row; NO_SAMPLE where its largest logit is not finite."""
     launch_dependents_and_wait(PDL)
@@ -200,64 +164,36 @@ def _pick(
     stops = stop_ids + seat
     place = tl.load(places + i)
     is_early = place + 1 < tl.load(min_total + seat)
-    tile = tl.arange(0, TILES)
-    here = tile < NUM_TILES
-    largest = tl.load(maxima + i * NUM_TILES + tile, mask=here, other=-float("inf"))
+    tile = i * NUM_TILES + tl.arange(0, TILES)
+    here = tl.arange(0, TILES) < NUM_TILES
+    largest = tl.load(maxima + tile, mask=here, other=-float("inf"))
     top = tl.max(largest, axis=0)
-    is_fine = (top > -float("inf")) & (top < float("inf"))
     temperature = tl.load(temperatures + seat)
     token = tl.full([], NO_SAMPLE, tl.int32)
-    if is_fine & (temperature == 0):
-        first = tl.min(tl.where(largest == top, tile, TILES), axis=0) * TILE
-        column = first + tl.arange(0, TILE)
-        x = look(base, column, stops, is_early, VOCAB, NUM_STOPS)
-        token = tl.min(tl.where(x == top, column, VOCAB - 1), axis=0)
-    if is_fine & (temperature > 0):
-        warmth = 1.0 / tl.maximum(temperature, COLDEST)
-        top_k = tl.load(top_ks + seat)
-        top_p = tl.load(top_ps + seat)
-        floor = top + temperature * tl.log(tl.load(min_ps + seat))  # of min-p; log 0 is -inf: none
-        uniform = _uniform(tl.load(seeds + row * (SEAT_WORDS // 2)), place)
-        has_k = (top_k > 0) & (top_k < VOCAB)
-        most = tl.where(has_k, top_k, VOCAB)
-        mass = tl.load(sums + i * NUM_TILES + tile, mask=here, other=0.0) * tl.exp((largest - top) * warmth)
-        total = tl.sum(mass.to(tl.float64), axis=0)
-        if has_k | (top_p < 1) | (floor > -float("inf")):
-            values += i * ROOM
-            ids += i * ROOM
-            least = tl.where(has_k, tl.maximum(top_k, FIRST), FIRST)
-            count = least * 0
-            is_enough = least < 0
-            while (least <= ROOM) & (is_enough == 0):
-                limit = limit_for(largest, top, least)
-                count = list_from(
-                    limit, base, largest, near + i * NUM_TILES, values, ids, stops, is_early,
-                    VOCAB, TILE, NUM_TILES, TILES, CHUNK, ROOM, NUM_STOPS,
+    if (top > -float("inf")) & (top < float("inf")):
+        if temperature > 0:
+            warmth = warmth_of(temperature)
+            top_k = top_k_of(top_ks + seat, VOCAB)
+            top_p = tl.load(top_ps + seat)
+            floor = floor_of_min_p(top, temperature, tl.load(min_ps + seat))
+            uniform = uniform_of(tl.load(seeds + row * (SEAT_WORDS // 2)), place)
+            mass = tl.zeros([TILES], tl.float32)
+            if top_k == 0:
+                mass = tl.load(sums + tile, mask=here, other=0.0) * tl.exp((largest - top) * warmth)
+            total = tl.sum(mass.to(tl.float64), axis=0)
+            if (top_k > 0) | (top_p < 1) | (floor > -float("inf")):
+                token = _draw_filtered(
+                    base, stops, is_early, largest, mass, near + i * NUM_TILES, values + i * ROOM, ids + i * ROOM,
+                    top, warmth, top_k, total, top_p, floor, uniform,
+                    VOCAB, TILE, NUM_TILES, TILES, CHUNK, FIRST, ROOM, NUM_STOPS,
                 )  # fmt: skip
-                x, _ = load_list(values, ids, count, ROOM)
-                listed = tl.sum(tl.exp((x - top) * warmth), axis=0)
-                is_enough = tl.where(has_k, count >= top_k, (floor >= limit) | (top_p < 1) & (listed >= top_p * total))
-                is_enough = (count <= ROOM) & (is_enough | (limit == -float("inf")))
-                least = tl.where(count <= ROOM, 4 * least, ROOM + 1)
-            if is_enough:
-                x, listed_ids = load_list(values, ids, count, ROOM)
-                larger, above = _compare(values, x, count, top, warmth, ROOM)
-                weight = tl.where(larger < most, tl.exp((x - top) * warmth), 0.0)
-                share = tl.where(has_k, tl.sum(weight, axis=0), total.to(tl.float32)) * top_p
-                share = tl.where(top_p < 1, share, float("inf"))
-                weight = tl.where((larger == 0) | (above < share) & (x >= floor), weight, 0.0)
-                slot, _ = _slot_at(weight, uniform * tl.sum(weight.to(tl.float64), axis=0), ROOM)
-                token = tl.sum(tl.where(tl.arange(0, ROOM) == slot, listed_ids, 0), axis=0)
             else:
-                token = _draw_from_row(
-                    base, stops, is_early, top, token, warmth, floor, top_k, top_p, uniform, VOCAB, BLOCK, NUM_STOPS
+                target = uniform * total
+                token = _draw_unfiltered(
+                    base, stops, is_early, mass, top, warmth, target, VOCAB, TILE, TILES, NUM_STOPS
                 )
         else:
-            target = uniform * total
-            slot, before = _slot_at(mass, target, TILES)
-            x = look(base, slot * TILE + tl.arange(0, TILE), stops, is_early, VOCAB, NUM_STOPS)
-            inner, _ = _slot_at(tl.exp((x - top) * warmth), target - before, TILE)
-            token = slot * TILE + inner
+            token = _first_of_largest(base, stops, is_early, largest, top, VOCAB, TILE, TILES, NUM_STOPS)
     tl.store(tokens + i, token.to(tl.int64))
 
 
@@ -276,14 +212,17 @@ def draw(
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     figures = Figures.empty(logits, sizes)
     stops = (fields["stop_ids"], fields["min_total"])
+    asked = [fields[name] for name in ("temperature", "top_p", "min_p", "top_k", "seed")]
     common = {"NUM_STOPS": MAX_STOP_IDS, "SEAT_WORDS": SEAT_WORDS, **pdl()}
     _survey[(num_rows, triton.cdiv(sizes.num_tiles(vocab), sizes.span))](
-        logits, rows, places, fields["temperature"], *stops, figures.maxima, figures.sums,
+        logits, rows, places, fields["temperature"], fields["top_k"], *stops, figures.maxima, figures.sums,
         num_warps=8, **sizes.survey(vocab), **common,
     )  # fmt: skip
-    drawn = (fields[name] for name in ("temperature", "top_p", "min_p", "top_k", "seed"))
     _pick[(num_rows,)](
-        logits, rows, places, *drawn, *stops, figures.maxima, figures.sums, figures.near, figures.values, figures.ids,
-        tokens, NO_SAMPLE=NO_SAMPLE, num_warps=sizes.num_warps, **sizes.search(vocab), **common,
+        logits, rows, places, *asked, *stops, *figures.all(), tokens,
+        NO_SAMPLE=NO_SAMPLE, num_warps=8, maxnreg=MAX_REGISTERS, **sizes.search(vocab), **common,
     )  # fmt: skip
+    pick_by_passes[(num_rows,)](
+        logits, rows, places, *asked, *stops, figures.maxima, tokens, num_warps=16, **sizes.passes(vocab), **common
+    )
     return tokens

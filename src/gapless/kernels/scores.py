@@ -103,7 +103,7 @@ def _score(
         log_total = tl.log(tl.sum(total * tl.exp(largest - top), axis=0))
         values += i * ROOM
         ids += i * ROOM
-        limit = limit_for(largest, top, tl.maximum(wanted, FIRST))
+        limit = limit_for(largest, top, tl.maximum(wanted, FIRST), total, 0.0)
         count = list_from(
             limit, base, largest, near + i * NUM_TILES, values, ids, base, False,
             VOCAB, TILE, NUM_TILES, TILES, CHUNK, ROOM, 0,
@@ -148,6 +148,5 @@ def score_rows(
     )
     _score[(num_rows,)](
         logits, tokens, places, num_top,
-        figures.maxima, figures.sums, figures.near, figures.values, figures.ids, out,
-        num_warps=sizes.num_warps, **sizes.search(vocab), **pdl(),
+        *figures.all(), out, BLOCK=sizes.block, num_warps=8, **sizes.search(vocab), **pdl(),
     )  # fmt: skip

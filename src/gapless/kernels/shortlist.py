@@ -10,7 +10,6 @@ depends on what runs beside it, and the number of rows is not part of any compil
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -27,27 +26,26 @@ class ShortlistSizes:
     first: int = 64  # tiles that the first shortlist reads, at least
     room: int = 1024  # logits on the shortlist at most
     block: int = 4096  # logits at a time when a whole row must be read again
-    num_warps: int = 8  # of the one program that a row has
 
     def num_tiles(self, vocab: int) -> int:
         return int(triton.cdiv(vocab, self.tile))
 
-    def survey(self, vocab: int) -> dict[str, Any]:
+    def survey(self, vocab: int) -> dict[str, int]:
         """Constants of kernels that survey."""
         return {"VOCAB": vocab, "TILE": self.tile, "SPAN": self.span, "NUM_TILES": self.num_tiles(vocab)}
 
-    def search(self, vocab: int) -> dict[str, Any]:
-        """Constants of kernels that look for the largest logits."""
+    def search(self, vocab: int) -> dict[str, int]:
+        """Constants of kernels that make a shortlist."""
+        sizes = {"TILE": self.tile, "CHUNK": self.chunk, "FIRST": self.first, "ROOM": self.room}
+        return sizes | self._figures(vocab)
+
+    def passes(self, vocab: int) -> dict[str, int]:
+        """Constants of kernels that read whole rows again."""
+        return {"BLOCK": self.block, **self._figures(vocab)}
+
+    def _figures(self, vocab: int) -> dict[str, int]:
         num_tiles = self.num_tiles(vocab)
-        tiles = {"TILE": self.tile, "NUM_TILES": num_tiles, "TILES": triton.next_power_of_2(num_tiles)}
-        return {
-            "VOCAB": vocab,
-            "CHUNK": self.chunk,
-            "FIRST": self.first,
-            "ROOM": self.room,
-            "BLOCK": self.block,
-            **tiles,
-        }
+        return {"VOCAB": vocab, "NUM_TILES": num_tiles, "TILES": triton.next_power_of_2(num_tiles)}
 
 
 SIZES = ShortlistSizes()
@@ -74,6 +72,10 @@ class Figures:
         }
         return cls(**made)
 
+    def all(self) -> tuple[torch.Tensor, ...]:
+        """In the order of the kernels' arguments."""
+        return self.maxima, self.sums, self.near, self.values, self.ids
+
 
 @triton.jit
 def look(base, column, stops, is_early, VOCAB: tl.constexpr, NUM_STOPS: tl.constexpr):
@@ -84,6 +86,31 @@ def look(base, column, stops, is_early, VOCAB: tl.constexpr, NUM_STOPS: tl.const
         for i in range(NUM_STOPS):
             x = tl.where(column == tl.load(stops + i), -float("inf"), x)
     return x
+
+
+@triton.jit
+def warmth_of(temperature):
+    """The inverse of a temperature above 0; below 1e-30 it would change nothing but may not be a number."""
+    return 1.0 / tl.maximum(temperature, 1e-30)
+
+
+@triton.jit
+def weigh(x, top, warmth, floor):
+    """Unnormalized probabilities of logits from `floor` up, 0 for others."""
+    return tl.where(x >= floor, tl.exp((x - top) * warmth), 0.0)
+
+
+@triton.jit
+def top_k_of(field, VOCAB: tl.constexpr):
+    """How many of the likeliest tokens a row keeps; 0: top-k is not used."""
+    top_k = tl.load(field)
+    return tl.where(top_k < VOCAB, top_k, 0)
+
+
+@triton.jit
+def floor_of_min_p(top, temperature, min_p):
+    """The smallest logit that min-p leaves standing; -inf where it is not used."""
+    return top + temperature * tl.log(min_p)
 
 
 @triton.jit
@@ -115,10 +142,10 @@ def float_of(key):
 
 
 @triton.jit
-def limit_for(maxima, top, least):
-    """The limit that at least `least` tiles reach, and not many more than twice as many unless they tie.
+def limit_for(maxima, top, least, mass, wanted):
+    """The limit that at least `least` tiles reach, whose mass is at least `wanted`, and not many more.
 
-    -inf where so many tiles have no logit above it.
+    That is not more than twice as many as it takes, unless they tie; -inf where there are not enough tiles above it.
     """
     is_finite = maxima > -float("inf")
     count = tl.sum(is_finite.to(tl.int32), axis=0)
@@ -128,11 +155,15 @@ def limit_for(maxima, top, least):
     high = key_of(top) + 1
     while (count > 2 * least) & (high - low > 1):
         middle = low + (high - low) // 2
-        reached = tl.sum((maxima >= float_of(middle)).to(tl.int32), axis=0)
+        is_reached = maxima >= float_of(middle)
+        reached = tl.sum(is_reached.to(tl.int32), axis=0)
         is_low = reached >= least
+        if wanted > 0:
+            is_low = is_low & (tl.sum(tl.where(is_reached, mass, 0.0), axis=0) >= wanted)
         low = tl.where(is_low, middle, low)
         high = tl.where(is_low, high, middle)
         count = tl.where(is_low, reached, count)
+        least = tl.where(is_low, least, tl.maximum(least, reached))
     return float_of(low)
 
 
@@ -150,8 +181,8 @@ def list_from(
     tl.store(near + tl.cumsum(is_near.to(tl.int32), axis=0) - 1, tl.arange(0, TILES), mask=is_near)
     num_near = tl.sum(is_near.to(tl.int32), axis=0)
     tl.debug_barrier()
-    count = num_near * 0
-    start = count
+    count = tl.where(num_near > ROOM, num_near, 0)
+    start = num_near * 0
     while (start < num_near) & (count <= ROOM):
         slot = start + tl.arange(0, CHUNK)
         tile = tl.load(near + slot, mask=slot < num_near, other=NUM_TILES)
