@@ -139,7 +139,7 @@ def _check(args: argparse.Namespace) -> None:
             if item is not None and item < least:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {item}")
     for dtype in args.dtype:
-        for depth in args.depth or ():
+        for depth in args.depth or DEPTHS:
             EngineOptions.from_dict({"dtype": dtype, "depth": int(depth) if depth.lstrip("-").isdigit() else depth})
     for path in (args.json, args.plot):
         if path is not None and not Path(path).absolute().parent.is_dir():

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 MARK = "@peer "  # begins every answer: whatever else is on standard output is noise
 NUM_RUNS = 2
 
-Runner = Callable[[], int]  # runs a job and returns the number of new tokens
+JobRun = Callable[[], int]  # runs a job and returns the number of new tokens
 
 
 class Vllm:
@@ -41,7 +41,7 @@ class Vllm:
         )
 
     @contextmanager
-    def ready_for(self, job: dict[str, Any]) -> Iterator[Runner]:
+    def ready_for(self, job: dict[str, Any]) -> Iterator[JobRun]:
         common = {"ignore_eos": True, "detokenize": False, **job["sampling"]}
         params = [self._vllm.SamplingParams(max_tokens=count, **common) for count in job["counts"]]
         prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
@@ -69,7 +69,7 @@ class Transformers:
         self.note = ""
 
     @contextmanager
-    def ready_for(self, job: dict[str, Any]) -> Iterator[Runner]:
+    def ready_for(self, job: dict[str, Any]) -> Iterator[JobRun]:
         with self._manager(job) as manager:
             try:
                 yield lambda: drain(manager, job["prompts"], job["counts"])

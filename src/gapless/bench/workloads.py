@@ -120,9 +120,8 @@ def _measure_shape(
     start_s = time.perf_counter() - began
     with llm:
         for name in names:
-            row = _time(llm, name, rates, start_s, timelines)
+            row = _time(llm, name, depth, rates, start_s, timelines)
             row = replace(row, engine="Gapless, batch-invariant") if task.batch_invariant else row
-            row = replace(row, depth=depth)
             yield replace(row, kernels=_take_apart(llm, WORKLOADS[name])) if task.kernels else row
 
 
@@ -148,17 +147,20 @@ class _Run:
     ledger: dict[str, int]
 
 
-def _time(llm: Any, name: str, rates: Rates, start_s: float, timelines: list[Timeline] | None) -> WorkloadRow:
+def _time(
+    llm: Any, name: str, depth: int | str, rates: Rates, start_s: float, timelines: list[Timeline] | None
+) -> WorkloadRow:
     monitor, work = llm.engine.monitor, WORKLOADS[name]
     first = _run(llm, name, work)
     before = llm.stats()
     again = _run(llm, name, work)
     if timelines is not None:
-        timelines.append(monitor.timeline(f"{name}, depth {monitor.depth}", before).trimmed())
+        timelines.append(monitor.timeline(f"{name}, depth {depth}", before).trimmed())
     peak_gib = monitor.device_memory() / 2**30
     row = timed_row(name, "Gapless", first.seconds, again.seconds, rates, start_s=start_s, peak_gib=peak_gib)
     return replace(
         row,
+        depth=depth,
         last_depth=monitor.depth,
         num_steps=again.num_steps,
         idle_share=1 - again.busy_s / again.seconds,
