@@ -45,7 +45,7 @@ class FixedDepth:
 
 
 @dataclass(slots=True)
-class Trial:
+class DepthTrial:
     """Two depths in turn, and the time of every step that counts."""
 
     home: int
@@ -99,7 +99,7 @@ class AutoDepth:
         self._clock = clock
         self._untried = self._neighbours()
         self._last_rival = 0
-        self._trial: Trial | None = None
+        self._trial: DepthTrial | None = None
         self._next_s = -math.inf  # of the next trial
         self._num_steps = 0  # of the round
         self._sizes: deque[tuple[int, int]] = deque(maxlen=max(candidates) + 1)  # of the last steps
@@ -124,12 +124,12 @@ class AutoDepth:
         if not self._untried:  # then again, the one whose turn it is
             self._untried = sorted(self._neighbours(), key=lambda depth: depth == self._last_rival)[:1]
         self._last_rival = self._untried[0]
-        self._trial = Trial(self._home, self._last_rival, now)
+        self._trial = DepthTrial(self._home, self._last_rival, now)
         self.decided = False
         self._num_steps = 0
         self._sizes.clear()
 
-    def _count(self, trial: Trial, plan: Plan, spent_s: float, now: float) -> None:
+    def _count(self, trial: DepthTrial, plan: Plan, spent_s: float, now: float) -> None:
         """Between two launches the loop waited for the step launched `depth` steps ago."""
         self._sizes.append((plan.num_decodes, plan.num_tokens - plan.num_decodes))
         self._num_steps += 1
@@ -143,7 +143,7 @@ class AutoDepth:
         if (won := trial.verdict()) is not None:
             self._end(trial, now, won)
 
-    def _end(self, trial: Trial, now: float, won: bool | None) -> None:
+    def _end(self, trial: DepthTrial, now: float, won: bool | None) -> None:
         """The trial is over; None: without a result."""
         if won:
             self.num_reduced += trial.rival < self._home
