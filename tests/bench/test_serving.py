@@ -103,11 +103,12 @@ def test_a_workload_is_served_by_its_model(
     monkeypatch.setitem(SHAPES, "0.6B-49k", {**SHAPES["0.6B-49k"], **tiny})
     flags = ["--device", "cpu", "--dtype", "float32", "--num-blocks", "64", "--depth", "2", "--concurrency", "3"]
     path = tmp_path / "x.json"
-    assert main(["bench", "serve", "--workload", "X", "--first", "2", *flags, "--json", str(path)]) == 0
+    assert main(["bench", "serve", "--workload", "X", "--first", "2", "--idle", *flags, "--json", str(path)]) == 0
     out = capsys.readouterr().out
     assert "6 requests in" in out
     assert "\nfirst 2: " in out
     assert "\nlater 4: " in out
+    assert "device idle with work to do:" in out
     found = json.loads(path.read_text())
     assert found["summary"]["output_tokens"] == sum(WORKLOADS["X"].counts())
     assert (found["first"]["num_requests"], found["later"]["num_requests"]) == (2, 4)

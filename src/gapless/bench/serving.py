@@ -68,9 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace, engine: EngineOptions) -> int:
     """Run the load and show the results; 1 when any request failed."""
     _check(args)
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(args, engine if args.workload is None else _set_workload(args, engine, folder))
+
+
+def _run(args: argparse.Namespace, engine: EngineOptions) -> int:
     with contextlib.ExitStack() as stack:
-        if args.workload is not None:
-            engine = _set_workload(args, engine, stack.enter_context(tempfile.TemporaryDirectory()))
         url = args.url or stack.enter_context(own_server(engine, args.requests))
         asks, samples, served = asyncio.run(_measure(Endpoint.from_url(url, args.api_key), args))
     summary = summarize(samples, args.slo_ttft, args.slo_tpot)
