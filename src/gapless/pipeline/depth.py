@@ -26,7 +26,7 @@ AUTO_DEPTHS = (1, 2, 3)
 SETTLING_STEPS = 4  # at the start of a round, not counted: the pipeline still has the previous depth's shape
 STEPS_A_ROUND = 16  # counted
 LOOKS = (4, 9, 18, 36)  # rounds of each depth after which a trial may end; after the last it ends
-HOPELESS = 0.10  # a rival so much slower loses at once
+HOPELESS = 0.10  # a rival so much slower in its first round loses at once
 DEEPER, SHALLOWER = (-0.02, 3.0), (0.01, 2.0)  # most extra time of a rival, and how sure, in standard errors
 DOUBT = 0.02  # added to the most extra time, in the worst case that is considered
 PAUSE_S, PAUSE_TRIALS = 5.0, 20  # between trials: seconds, and durations of the last one
@@ -71,19 +71,18 @@ class DepthTrial:
 
     def verdict(self) -> bool | None:
         """Whether the rival wins; None while that is open."""
-        if self.num_rounds % 2:
+        num_pairs, has_half = divmod(self.num_rounds, 2)
+        if has_half or num_pairs not in (1, *LOOKS):
             return None
         extra = self.extra()
-        mean = sum(extra) / len(extra)
-        if mean > HOPELESS:
-            return False
-        if len(extra) not in LOOKS:
-            return None
+        mean = sum(extra) / num_pairs
+        if num_pairs == 1:
+            return False if mean > HOPELESS else None
         wanted, sure = DEEPER if self.rival > self.home else SHALLOWER
-        error = sure * math.sqrt(sum((x - mean) ** 2 for x in extra) / (len(extra) - 1) / len(extra))
+        error = sure * math.sqrt(sum((x - mean) ** 2 for x in extra) / (num_pairs - 1) / num_pairs)
         if mean < wanted and mean + error < wanted + DOUBT:
             return True
-        return False if mean - error > wanted or len(extra) == LOOKS[-1] else None
+        return False if mean - error > wanted or num_pairs == LOOKS[-1] else None
 
 
 class AutoDepth:
