@@ -101,13 +101,13 @@ def test_what_an_engine_prints_goes_to_its_log(fake: Fake, tmp_path: Path) -> No
 
 def test_silence_is_a_failure(fake: Fake, tmp_path: Path) -> None:
     with child_of(fake("silent", "time.sleep(60)"), tmp_path) as child:
-        assert child.ask("{}\n", timeout_s=0.05) == EngineFailure("no answer within 0 s")
+        assert child.answer("{}\n", timeout_s=0.05) == EngineFailure("no answer within 0 s")
 
 
 def test_closing_kills_what_the_engine_started(fake: Fake, tmp_path: Path) -> None:
     body = "p = subprocess.Popen(['sleep', '60']); say('EngineFailure', error=f'{os.getpid()} {p.pid}'); time.sleep(60)"
     child = child_of(fake("parent", body), tmp_path)
-    answer = child.ask("{}\n")
+    answer = child.answer("{}\n")
     assert isinstance(answer, EngineFailure)
     child.close()
     child.close()
@@ -128,7 +128,7 @@ def test_an_interrupt_leaves_no_process(fake: Fake, tmp_path: Path) -> None:
 def test_children_get_the_number_of_threads(fake: Fake, tmp_path: Path) -> None:
     start = fake("env", "say('EngineFailure', error=os.environ['OMP_NUM_THREADS'])")
     with Child(start.python, 7, tmp_path / "log") as child:
-        assert child.ask("{}\n") == EngineFailure("7")
+        assert child.answer("{}\n") == EngineFailure("7")
 
 
 def test_modules_are_found_by_the_interpreter_that_is_asked() -> None:
@@ -138,7 +138,7 @@ def test_modules_are_found_by_the_interpreter_that_is_asked() -> None:
 
 def test_answers_are_typed(fake: Fake, tmp_path: Path) -> None:
     with child_of(fake("typed", "ready(); sys.stdin.readline(); done()"), tmp_path) as child:
-        assert child.ask("{}\n") == EngineLoaded("1", "fp32")
-        assert child.ask("run\n") == Round(1.0, 1, [[1]], None)
-        assert isinstance(child.ask("run\n"), EngineFailure)
+        assert child.answer("{}\n") == EngineLoaded("1", "fp32")
+        assert child.answer("run\n") == Round(1.0, 1, [[1]], None)
+        assert isinstance(child.answer("run\n"), EngineFailure)
     assert os.getpgrp()  # still here: only the child's own group was killed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from gapless.bench.idle import between, format_idle
 from gapless.bench.load import make_load, read_range
 from gapless.bench.openai_client import Endpoint, Sample, complete
 from gapless.bench.own_server import engine_flags
-from gapless.bench.waits import spread, summarize
+from gapless.bench.waits import format_part, split, spread, summarize
+from gapless.bench.workload_jobs import SHAPES, WORKLOADS
 from gapless.cli import build_parser, engine_options, main
 from gapless.errors import ConfigError
 
@@ -60,6 +62,56 @@ def test_the_numbers_mean_what_they_say() -> None:
     assert found.whole_ms["mean"] == pytest.approx((1100 + 1000 + 2000) / 3)
     assert found.good_share == 0.25  # the second was late at first, the third later, the fourth failed
     assert found.goodput_per_s == 0.25
+
+
+def test_the_first_answers_are_reported_on_their_own() -> None:
+    samples = [sample(0, 0.5, 4, 2), sample(0, 0.1, 1, 2), sample(0, 0.2, 2, 2), sample(1, 1.1, 3, 2)]
+    parts = split(samples, 2, 1000, 1000)
+    assert [part.num_requests for part in parts.values()] == [2, 2]
+    assert [part.seconds for part in parts.values()] == [2.0, 2.0]  # by the end of the second, and from there on
+    assert format_part("first", parts["first"]) == "first 2: 1.00 requests/s; ms to the first token: p50 200, p99 200"
+    assert set(split(samples, 9, 1000, 1000)) == {"first"}
+
+
+def test_a_workload_is_a_load() -> None:
+    args = arguments("--workload", "X")
+    work = WORKLOADS["X"]
+    load = make_load(args, 49152)
+    assert [ask.prompt for ask in load] == work.prompts()
+    assert [ask.max_tokens for ask in load] == work.counts()
+    assert {ask.delay_s for ask in load} == {0.0}
+    delays = [ask.delay_s for ask in make_load(arguments("--workload", "X", "--rate", "50"), 49152)]
+    assert delays[0] == 0.0
+    assert delays == sorted(delays)
+    assert 18 < delays[-1] < 23  # 1024 arrivals at 50 a second
+
+
+def test_a_workload_is_served_by_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {
+        "num_requests": 6,
+        "prompt_tokens": 20,
+        "max_tokens": 5,
+        "least_prompt": 4,
+        "least_answer": 2,
+        "num_rows": 2,
+    }
+    tiny = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "head_dim": 32, "intermediate_size": 64, "vocab_size": 31000}  # fmt: skip
+    monkeypatch.setitem(WORKLOADS, "X", replace(WORKLOADS["X"], **small))
+    monkeypatch.setitem(SHAPES, "0.6B-49k", {**SHAPES["0.6B-49k"], **tiny})
+    flags = ["--device", "cpu", "--dtype", "float32", "--num-blocks", "64", "--depth", "2", "--concurrency", "3"]
+    path = tmp_path / "x.json"
+    assert main(["bench", "serve", "--workload", "X", "--first", "2", "--idle", *flags, "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "6 requests in" in out
+    assert "\nfirst 2: " in out
+    assert "\nlater 4: " in out
+    assert "device idle with work to do:" in out
+    found = json.loads(path.read_text())
+    assert found["summary"]["output_tokens"] == sum(WORKLOADS["X"].counts())
+    assert (found["first"]["num_requests"], found["later"]["num_requests"]) == (2, 4)
 
 
 def test_idle_time_with_nothing_to_run_does_not_count() -> None:
@@ -127,6 +179,8 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, words in (
         (["--url", "ftp://x"], "--url must be like"),
         (["--url", "http://127.0.0.1:1"], "does not list its models"),
+        (["--workload", "L"], "--workload: unknown or not greedy: 'L'; known: A, B, C, D, E, F, G, H, I, M, N1, N8, X"),
+        (["--first", "-1"], "--first must be at least 0"),
         (["--requests", "0"], "--requests must be at least 1"),
         (["--url", "http://x", "--idle"], "leave --url out"),
         (["--rate", "-1"], "--rate must be a number above 0"),

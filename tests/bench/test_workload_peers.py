@@ -1,9 +1,12 @@
-"""A peer does the same job; one that fails, or is too slow to wait for, is stopped and said to be."""
+"""A peer does the same jobs in a process of its own; one that fails, or is too slow to wait for, is said to be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -12,9 +15,138 @@ from typing import Any
 
 import pytest
 
-from gapless.bench import workload_peers, workloads
-from gapless.bench.workload_peers import PEER, PeerTask, PeerTime, _drain, _time
-from gapless.bench.workloads import WorkloadRow
+from gapless.bench import peer_worker, workload_peers
+from gapless.bench.peer_worker import Transformers, drain, run_job
+from gapless.bench.workload_jobs import WORKLOADS
+from gapless.bench.workload_peers import PeerPlace, measure_peer
+from gapless.bench.workload_rows import Rates, WorkloadRow
+
+RATES = Rates(4.40e12, 700e12)
+STUB = """
+import os, sys, time
+__version__ = "9.9"
+print("loading", flush=True)
+os.write(1, b"@peer noise of a library\\n")
+
+class SamplingParams:
+    def __init__(self, **values):
+        self.values = values
+
+class LLM:
+    def __init__(self, **options):
+        assert "gapless" not in sys.modules
+        assert not any(path.endswith("bench") for path in sys.path), sys.path
+        with open(os.environ["NOTES"], "a") as notes:
+            print("start", sorted(options.items()), os.path.exists(options["model"] + "/config.json"), file=notes)
+        if os.environ.get("REFUSE"):
+            raise ValueError("no kernel image\\nfor this device")
+
+    def generate(self, prompts, params, use_tqdm):
+        print("noise")
+        with open(os.environ["NOTES"], "a") as notes:
+            print("run", len(prompts), len(prompts[0]["prompt_token_ids"]), params[0].values, file=notes)
+        trouble = os.environ.get("TROUBLE_" + str(len(prompts)))
+        if trouble == "die":
+            print("out of luck", file=sys.stderr)
+            os._exit(7)
+        if trouble == "hang":
+            time.sleep(60)
+        if trouble == "raise":
+            raise RuntimeError("no room")
+        counts = [p.values["max_tokens"] - (trouble == "short") for p in params]
+        return [type("R", (), {"outputs": [type("O", (), {"token_ids": [1] * n})]}) for n in counts]
+"""
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PeerPlace:
+    """A stand-in for vLLM, on a path of its own."""
+    folder = tmp_path / "site"
+    (folder / "vllm").mkdir(parents=True)
+    (folder / "vllm" / "__init__.py").write_text(STUB)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    monkeypatch.setattr(workload_peers, "_device_memory", lambda: 2**30)
+    return PeerPlace("vllm", pythonpath=str(folder))
+
+
+def results(place: PeerPlace, tmp_path: Path, *names: str) -> list[WorkloadRow | str]:
+    return list(measure_peer(place, tmp_path, dict.fromkeys(names, 1.0), RATES, tmp_path / "log"))
+
+
+def notes(tmp_path: Path) -> list[str]:
+    return (tmp_path / "notes").read_text().splitlines()
+
+
+def test_a_peer_does_the_same_job_twice(vllm: PeerPlace, tmp_path: Path) -> None:
+    rows = results(vllm, tmp_path, "L", "S")
+    assert all(isinstance(row, WorkloadRow) for row in rows)
+    for row in rows:
+        assert isinstance(row, WorkloadRow)
+        assert (row.engine, row.depth, row.peak_gib) == ("vLLM 9.9", None, 0.0)
+        assert row.first_s > 0 < row.seconds
+        assert row.start_s > 0
+    start, *runs = notes(tmp_path)
+    assert "('load_format', 'dummy'), ('max_model_len', 1152), ('max_num_seqs', 32)" in start
+    assert start.endswith("True")
+    common = "'ignore_eos': True, 'detokenize': False"
+    assert runs == [
+        *[f"run 32 128 {{'max_tokens': 256, {common}, 'temperature': 0.0, 'logprobs': 5}}"] * 2,
+        *[f"run 32 128 {{'max_tokens': 1024, {common}, 'temperature': 1.0, 'top_k': 50, 'top_p': 0.95}}"] * 2,
+    ]
+    assert "noise" in (tmp_path / "log").read_text()  # and not among the answers
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        ("die", "ended with exit code 7: out of luck"),
+        ("raise", "RuntimeError: no room"),
+        ("hang", "no answer within 3 s"),
+        ("short", "RuntimeError: 224 tokens came out instead of 256"),
+    ],
+)
+def test_after_trouble_the_next_job_gets_a_new_process(
+    vllm: PeerPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, words: str
+) -> None:
+    monkeypatch.setenv("TROUBLE_32", trouble)
+    monkeypatch.setitem(WORKLOADS, "L", replace(WORKLOADS["L"], max_tokens=8))
+    monkeypatch.setattr(workload_peers, "PATIENCE_S", 3)
+    monkeypatch.setattr(workload_peers, "PATIENCE", 1)
+    failed, row = results(vllm, tmp_path, "L", "F")
+    assert failed == f"vLLM, L: failed: {words}"
+    assert isinstance(row, WorkloadRow)
+    assert [line.split()[0] for line in notes(tmp_path)].count("start") == 2
+
+
+def test_a_peer_that_cannot_start_is_asked_once(
+    vllm: PeerPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFUSE", "1")
+    assert results(vllm, tmp_path, "D", "F") == ["vLLM, D: failed: ValueError: for this device"]
+    nowhere = replace(vllm, pythonpath=str(tmp_path))
+    (text,) = results(nowhere, tmp_path, "D")
+    assert text == "vLLM, D: failed: ModuleNotFoundError: No module named 'vllm'"
+
+
+def test_noise_before_the_worker_has_its_output_is_skipped(vllm: PeerPlace, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho welcome\necho\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (row,) = results(replace(vllm, python=str(python)), tmp_path, "F")
+    assert isinstance(row, WorkloadRow)
+
+
+def test_transformers_is_not_asked_for_what_it_cannot_do(vllm: PeerPlace, tmp_path: Path) -> None:
+    (text,) = results(PeerPlace("transformers"), tmp_path, "L")
+    assert text == "transformers, L: not run: it returns no log-probabilities of other tokens"
+    assert not (tmp_path / "log").exists()
+
+
+def test_the_worker_needs_nothing_of_ours() -> None:
+    code = f"import runpy, sys; runpy.run_path({peer_worker.__file__!r}); sys.exit('gapless' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, "-S", "-c", code], check=True, env=environment)
 
 
 class Manager:
@@ -23,20 +155,19 @@ class Manager:
     def __init__(self, *results: Any, runs: bool = True) -> None:
         self._results = list(results)
         self._runs = runs
-        self.stopped: list[bool] = []
-        self.asked: dict[str, Any] = {}
+        self.asked: list[Any] = []
 
     def add_requests(self, **asked: Any) -> None:
-        self.asked = asked
+        self.asked.append(asked)
+
+    def add_request(self, prompt: list[int], max_new_tokens: int) -> None:
+        self.asked.append((prompt, max_new_tokens))
 
     def get_result(self, timeout: float) -> Any:
         return self._results.pop(0) if self._results else None
 
     def is_running(self) -> bool:
         return self._runs
-
-    def stop(self, *, hard_stop: bool) -> None:
-        self.stopped.append(hard_stop)
 
 
 def result(count: int, *, error: str | None = None, finished: bool = True) -> Any:
@@ -45,105 +176,34 @@ def result(count: int, *, error: str | None = None, finished: bool = True) -> An
 
 def test_tokens_of_all_requests_are_counted() -> None:
     manager = Manager(result(2, finished=False), result(3), None, result(4))
-    assert _drain(manager, [[1], [2]], 4, limit_s=60) == 7
-    assert manager.asked == {"inputs": [[1], [2]], "max_new_tokens": 4}
-    assert manager.stopped == []
-
-
-def test_a_slow_peer_is_stopped() -> None:
-    manager = Manager(result(3))
-    with pytest.raises(TimeoutError, match=r"stopped after 0\.01 s; 1 of 2 requests of 4 tokens were done"):
-        _drain(manager, [[1], [2]], 4, limit_s=0.01)
-
-
-def test_a_peer_that_gives_unfinished_results_for_ever_is_stopped() -> None:
-    manager = Manager()
-    manager.get_result = lambda timeout: result(1, finished=False)  # type: ignore[method-assign]
-    with pytest.raises(TimeoutError):
-        _drain(manager, [[1]], 4, limit_s=0.01)
-
-
-def test_the_last_result_may_come_late() -> None:
-    assert _drain(Manager(result(3)), [[1]], 4, limit_s=0) == 3
-
-
-def test_results_that_wait_are_taken_though_the_thread_has_ended() -> None:
-    assert _drain(Manager(result(2, finished=False), result(3), runs=False), [[1]], 4, limit_s=60) == 3
-
-
-def test_it_warms_up_with_few_tokens_before_the_clock_starts_and_never_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    now = 0.0
-    drained: list[tuple[Any, ...]] = []
-
-    def drain(manager: Any, *given: Any) -> int:
-        nonlocal now
-        now += 100 if not drained else 7
-        drained.append(given)
-        if given[0] == [[9]]:
-            raise RuntimeError("no room")
-        return 5
-
-    manager = Manager()
-    monkeypatch.setattr(workload_peers, "_drain", drain)
-    monkeypatch.setattr(workload_peers, "time", SimpleNamespace(perf_counter=lambda: now))
-    model = SimpleNamespace(
-        config=SimpleNamespace(_attn_implementation="paged|sdpa"),
-        continuous_batching_context_manager=lambda **_: nullcontext(manager),
-    )
-    assert _time(model, PeerTask([[1]], [[2, 3]], 300, limit_s=60)) == (7, 5, "paged|sdpa")
-    assert drained == [([[1]], 16, 60), ([[2, 3]], 300, 60)]
-    assert manager.stopped == []
-    with pytest.raises(RuntimeError, match="no room"):
-        _time(model, PeerTask([[1]], [[9]], 300, limit_s=60))
-    assert manager.stopped == [True]
+    assert drain(manager, [[1], [2]], [4, 4]) == 7
+    assert manager.asked == [{"inputs": [[1], [2]], "max_new_tokens": 4}]
+    mixed = Manager(result(3), result(4), runs=False)  # results that wait are taken though the thread has ended
+    assert drain(mixed, [[1], [2]], [3, 4]) == 7
+    assert mixed.asked == [([1], 3), ([2], 4)]
 
 
 def test_errors_of_a_peer_are_raised() -> None:
     with pytest.raises(RuntimeError, match="no room"):
-        _drain(Manager(result(0, error="no room")), [[1]], 4, limit_s=60)
+        drain(Manager(result(0, error="no room")), [[1]], [4])
     with pytest.raises(RuntimeError, match="the generation thread ended"):
-        _drain(Manager(runs=False), [[1]], 4, limit_s=60)
+        drain(Manager(runs=False), [[1]], [4])
 
 
-def test_a_peer_gets_the_same_prompts_and_time_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[PeerTask] = []
-
-    def peer(path: Path, tasks: Sequence[PeerTask]) -> Iterator[PeerTime | Exception]:
-        given.extend(tasks)
-        yield PeerTime(11.0, 32 * 1024, 2.0, 20.0, "paged|flash")
-        yield TimeoutError("stopped after 120 s")
-
-    monkeypatch.setattr(workloads, "time_generate_batch", peer)
-    row, text = workloads._measure_peer(tmp_path, {"B": 5.0, "C": 1.0, "M": 3.0}, 4.4e12)
-    assert isinstance(row, WorkloadRow)
-    assert (row.workload, row.engine, row.depth) == ("B", PEER, None)
-    assert row.ms_per_step == pytest.approx(11.0 / 1024 * 1e3)
-    assert row.attention == f"attention of {PEER}: paged|flash"
-    assert text == f"{PEER}, C: failed: TimeoutError: stopped after 120 s"
-    assert [task.limit_s for task in given] == [150, 120]
-    assert given[0].prompts == workloads.WORKLOADS["B"].prompts() != given[0].warm_up
-    assert [task.max_tokens for task in given] == [1024, 256]
-
-
-def test_transformers_does_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("counts", [[5, 5], [5, 3]])
+def test_transformers_does_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
     """The real one, on the CPU, with a small cache: by itself it would take most of the memory there is."""
-    transformers: Any = pytest.importorskip("transformers")
-    import torch
-
+    pytest.importorskip("transformers")
     generation: Any = import_module("transformers.generation")
     small = partial(generation.ContinuousBatchingConfig, num_blocks=16, max_batch_tokens=32)
     monkeypatch.setattr(generation, "ContinuousBatchingConfig", small)
-
-    torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    model.generation_config = transformers.GenerationConfig()
-    seconds, num_tokens, attention = _time(model, PeerTask([[1, 2, 3]], [[4, 5, 6], [7, 8, 9]], 5, limit_s=60))
-    assert num_tokens == 10
-    assert seconds > 0
-    assert "paged" in attention
-    with pytest.raises(TimeoutError, match="stopped after 1 s; 0 of 1 requests of 3000 tokens were done"):
-        _time(model, PeerTask([[1, 2, 3]], [[4, 5, 6]], 3000, limit_s=1))
-    assert workload_peers.is_installed()
+    config = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    peer = Transformers({"model": str(tmp_path), "device": "cpu"})
+    job = {"prompts": [[4, 5, 6], [7, 8, 9]], "counts": counts, "sampling": {"temperature": 0.0}, "max_num_rows": 2}
+    found = run_job(peer, job)
+    assert len(found["seconds"]) == 2
+    assert "paged" in found["note"]
+    sampled = {"temperature": 1.0, "top_k": 5, "top_p": 0.9}
+    assert len(run_job(peer, {**job, "sampling": sampled})["seconds"]) == 2

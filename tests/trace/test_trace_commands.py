@@ -13,6 +13,8 @@ import pytest
 
 from gapless import LLM, AsyncLLM, SamplingParams
 from gapless.bench import workload_jobs, workloads
+from gapless.bench.workload_rows import Rates, WorkloadRow
+from gapless.bench.workloads import WorkloadTask
 from gapless.cli import main
 from gapless.commands import EXIT_INTERRUPTED
 from gapless.errors import ConfigError
@@ -220,10 +222,12 @@ def test_gpu_workloads_put_all_depths_into_one_trace(
     monkeypatch.setattr(workload_jobs, "END_TOKEN", 90)
     monkeypatch.setattr("gapless.device.pick_device", lambda name: name)
 
-    def measure(names: Any, depths: Any, folder: Path, timelines: Any, **_: bool) -> Iterator[workloads.WorkloadRow]:
-        for depth in depths:
+    monkeypatch.setattr(workloads, "measure_rates", lambda: Rates(1e9, 1e9))
+
+    def measure(task: WorkloadTask, rates: Rates, folder: Path, timelines: Any) -> Iterator[WorkloadRow]:
+        for depth in task.depths:
             with LLM(tiny_dir, **CPU, depth=depth, num_blocks=64, trace=timelines is not None) as llm:
-                yield workloads._time(llm, names[0], depth, 1e9, 0.0, timelines)
+                yield workloads._time(llm, task.names[0], depth, rates, 0.0, timelines)
 
     monkeypatch.setattr(workloads, "measure", measure)
     out, table = tmp_path / "W.json", tmp_path / "rows.json"
@@ -232,7 +236,7 @@ def test_gpu_workloads_put_all_depths_into_one_trace(
     assert main(["bench", "offline", "--workload", "T", *flags]) == 0
     runs = runs_of(out)
     assert [run["label"] for run in runs] == ["T, depth 1", "T, depth 2"]
-    assert [run["tokens"] for run in runs] == [60, 60]  # without the warm-up
+    assert [run["tokens"] for run in runs] == [60, 60]  # without the first run
     assert [run["steps"] for run in runs] == [20, 20]
     assert capsys.readouterr().out.count("idle: ") == 2
     assert json.loads(table.read_text())["rows"][0]["idle_by_cause"]

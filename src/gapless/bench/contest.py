@@ -7,18 +7,13 @@ An engine that fails leaves the contest, and the others continue. No process out
 from __future__ import annotations
 
 import os
-import queue
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO
 
 import gapless
 from gapless.bench.job import (
@@ -31,6 +26,7 @@ from gapless.bench.job import (
     decode_answer,
     encode,
 )
+from gapless.bench.line_process import LineProcess, ProcessFailed
 
 ANSWER_TIMEOUT_S = 900.0
 SETTLE_S = 0.25  # between turns: idle OpenMP threads of the previous engine still spin for up to 0.2 s
@@ -49,67 +45,18 @@ class Result:
     error: str | None = None
 
 
-class Child:
-    """An engine's process. Close it, or use it in a `with` block."""
+class Child(LineProcess):
+    """An engine's process."""
 
     def __init__(self, python: str, threads: int, log: Path) -> None:
-        self._log = log
-        self._closed = False
-        with log.open("wb") as log_file:
-            self._process = subprocess.Popen(
-                [python, "-m", "gapless.bench.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log_file,
-                text=True,
-                env=_environment(python, threads),
-                start_new_session=True,  # a group of its own: the terminal's Ctrl-C is ours alone, and we end them all
-            )
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        assert self._process.stdout is not None
-        threading.Thread(target=_pump, args=(self._process.stdout, self._lines), daemon=True).start()
+        super().__init__([python, "-m", "gapless.bench.worker"], _environment(python, threads), log)
 
-    def ask(self, line: str, timeout_s: float = ANSWER_TIMEOUT_S) -> WorkerAnswer:
+    def answer(self, line: str, timeout_s: float = ANSWER_TIMEOUT_S) -> WorkerAnswer:
         """Send a line and wait for its answer. An error of any kind is an answer too."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-        except OSError:
-            return self._obituary()
-        try:
-            answer = self._lines.get(timeout=timeout_s)
-        except queue.Empty:
-            return EngineFailure(f"no answer within {timeout_s:.0f} s")
-        return decode_answer(answer) if answer else self._obituary()
-
-    def close(self) -> None:
-        """Kill the process and its children. Can be called again."""
-        if not self._closed:
-            self._closed = True
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _obituary(self) -> EngineFailure:
-        code = self._process.wait()
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        return EngineFailure(f"{how}: {lines[-1].strip()[:200]}" if lines else how)
-
-
-def _pump(stream: IO[str], lines: queue.SimpleQueue[str]) -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put("")
+            return decode_answer(self.ask(line, timeout_s))
+        except ProcessFailed as error:
+            return EngineFailure(str(error))
 
 
 def _environment(python: str, threads: int) -> dict[str, str]:
@@ -137,13 +84,13 @@ class _Entry:
     error: str | None = None
 
     def load(self, began: float) -> None:
-        self._take(self.child.ask(encode(self.task)))
+        self._take(self.child.answer(encode(self.task)))
         self.load_s = time.perf_counter() - began
 
     def run(self, counts: bool) -> None:
         if self.error is None:
             time.sleep(SETTLE_S)
-            self._take(self.child.ask("run\n"), counts)
+            self._take(self.child.answer("run\n"), counts)
 
     def result(self) -> Result:
         version, weights = (self.ready.version, self.ready.weights) if self.ready else ("", self.task.weights)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gapless.bench.openai_client import Endpoint, Sample, complete
+from gapless.bench.workload_jobs import WORKLOADS
 from gapless.errors import ConfigError
 from gapless.progress import Bar
 
@@ -35,8 +37,12 @@ class LoadRequest:
 
 
 def make_load(args: argparse.Namespace, vocab_size: int) -> list[LoadRequest]:
-    """The requests, from the seed."""
+    """The requests: those of a workload, or from the seed."""
     draw = random.Random(args.load_seed)
+    if args.workload is not None:
+        delays = _arrivals(draw, args.rate, WORKLOADS[args.workload].num_requests)
+        prompts, counts = WORKLOADS[args.workload].prompts(), WORKLOADS[args.workload].counts()
+        return [LoadRequest(*request) for request in zip(prompts, counts, delays, strict=True)]
     inputs, outputs = read_range("--input-length", args.input_length), read_range("--output-length", args.output_length)
     asks, delay_s = [], 0.0
     for _ in range(args.requests):
@@ -46,6 +52,11 @@ def make_load(args: argparse.Namespace, vocab_size: int) -> list[LoadRequest]:
         asks.append(LoadRequest(prompt, draw.randint(*outputs), delay_s))
         delay_s += draw.expovariate(args.rate) if args.rate else 0.0
     return asks
+
+
+def _arrivals(draw: random.Random, rate: float | None, count: int) -> list[float]:
+    gaps = [draw.expovariate(rate) if rate else 0.0 for _ in range(count)]
+    return [0.0, *itertools.accumulate(gaps[1:])]
 
 
 def read_range(flag: str, text: str) -> tuple[int, int]:

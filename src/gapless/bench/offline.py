@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from gapless.bench.job import BenchJob, Contender
     from gapless.bench.machine import Machine
     from gapless.bench.table import TableRow
+    from gapless.bench.workload_peers import PeerPlace
     from gapless.trace.files import TraceFiles
 
+DEPTHS = ("auto", "1", "2")
 AT_LEAST = {"num_prompts": 1, "prompt_tokens": 1, "max_tokens": 1, "rounds": 1, "warmup": 0, "threads": 1, "batch": 1}
 
 
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-tokens", type=int, default=64, help="tokens of each prompt (default: %(default)s)")
     add("--max-tokens", type=int, default=64, help="new tokens of each prompt (default: %(default)s)")
     add("--batch", type=int, nargs="+", default=[16], metavar="N", help="most parallel requests (default: 16)")
-    add("--depth", nargs="+", default=["auto", "1", "2"], metavar="D", help="Gapless's depths (default: auto 1 2)")
+    add("--depth", nargs="+", metavar="D", help="Gapless's depths (default: auto 1 2; with --workload: 1 2)")
     add("--dtype", nargs="+", default=["auto"], metavar="T", help="Gapless's data types (default: auto)")
     add("--threads", type=int, help="CPU threads of every engine (default: torch's)")
     add("--rounds", type=int, default=3, help="runs of each engine, in turn (default: %(default)s)")
@@ -51,17 +53,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=PYTHON",
         help="Python interpreter with this peer, if it is in a different environment; repeatable",
     )
-    add(
-        "--workload",
-        nargs="+",
-        metavar="A..F|M",
-        help="run GPU workloads with random weights instead of this job; M has mixed lengths",
-    )
-    add("--kernels", action="store_true", help="after each workload, list the kernels of a decode step")
+    _add_workloads(parser)
     add("--trace", metavar="T.json", help="write Gapless's timelines to this file, and to T.html")
     add("--json", metavar="FILE", help="write all figures to this file")
     add("--plot", metavar="FILE.svg", help="draw a bar chart to this file")
     add("--logs", metavar="FOLDER", help="keep the output of the engines in this folder (default: discard it)")
+
+
+def _add_workloads(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("GPU workloads, with random weights, instead of this job").add_argument
+    add("--workload", nargs="+", metavar="A..X", help="the workloads of docs/benchmarks.md, by their letters")
+    add("--batch-invariant", action="store_true", help="run Gapless in its batch-invariant mode")
+    add("--kernels", action="store_true", help="after each workload, list the kernels of a decode step")
+    add("--peer", nargs="+", choices=("vllm", "transformers"), help="then run these peers, each in its own process")
+    add(
+        "--peer-python",
+        metavar="PYTHON",
+        help="interpreter that has the peers (default: this one); implies --peer vllm",
+    )
+    add("--peer-pythonpath", metavar="PATHS", help="PYTHONPATH of the peers (default: the current one)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +100,33 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _workloads(args: argparse.Namespace) -> int:
-    from gapless.bench import workloads
-    from gapless.bench.workload_peers import PEER
+    from gapless.bench.workloads import WorkloadTask, main
 
-    depths = [int(depth) for depth in args.depth if depth.isdigit()]
-    if not depths:
-        raise ConfigError(f"--depth: workloads run at fixed depths, such as 1 2, got {' '.join(args.depth)}")
-    if args.peers:
-        raise ConfigError(f"--peers takes no names with --workload, whose only peer is {PEER}")
-    return workloads.main(
-        args.workload,
-        depths,
-        json_path=args.json,
-        plot_path=args.plot,
-        trace=args.trace,
-        peers=args.peers is not None,
-        kernels=args.kernels,
+    if args.peers is not None:
+        raise ConfigError("--peers does not go with --workload, whose peers are named by --peer")
+    return main(
+        WorkloadTask(
+            names=tuple(args.workload),
+            depths=tuple(int(depth) if depth.isdigit() else depth for depth in args.depth or ("1", "2")),
+            batch_invariant=args.batch_invariant,
+            peers=_peer_places(args),
+            kernels=args.kernels,
+            trace=args.trace,
+            json=args.json,
+            plot=args.plot,
+            logs=args.logs,
+        )
     )
+
+
+def _peer_places(args: argparse.Namespace) -> tuple[PeerPlace, ...]:
+    from gapless.bench.workload_peers import PeerPlace
+
+    python = args.peer_python or sys.executable
+    if not os.access(python, os.X_OK):
+        raise ConfigError(f"--peer-python: no interpreter: {python}")
+    names = args.peer or (["vllm"] if args.peer_python else [])
+    return tuple(PeerPlace(name, python, args.peer_pythonpath) for name in dict.fromkeys(names))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -119,13 +139,14 @@ def _check(args: argparse.Namespace) -> None:
             if item is not None and item < least:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {item}")
     for dtype in args.dtype:
-        for depth in args.depth:
+        for depth in args.depth or DEPTHS:
             EngineOptions.from_dict({"dtype": dtype, "depth": int(depth) if depth.lstrip("-").isdigit() else depth})
     for path in (args.json, args.plot):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"{path}: cannot be written: no such folder")
-    if args.kernels and args.workload is None:
-        raise ConfigError("--kernels goes with --workload")
+    for name in ("kernels", "batch_invariant", "peer", "peer_python", "peer_pythonpath"):
+        if getattr(args, name) and args.workload is None:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --workload")
     if args.trace is not None:
         _trace_files(args)
     if args.logs is not None:
@@ -143,7 +164,7 @@ def _field(args: argparse.Namespace) -> Field:
         if name not in PEER_NAMES:
             raise ConfigError(f"--peers: unknown peer {name!r}; known: {', '.join(PEER_NAMES)}")
     pythons = dict(_interpreter(text, PEER_NAMES) for text in args.python)
-    ours = [gapless(t, d) for t in dict.fromkeys(args.dtype) for d in dict.fromkeys(args.depth)]
+    ours = [gapless(t, d) for t in dict.fromkeys(args.dtype) for d in dict.fromkeys(args.depth or DEPTHS)]
     wanted = [] if args.peers is None else [peer for peer in PEERS if not args.peers or peer.name in args.peers]
     found = [peer for peer in wanted if is_installed(peer.module, pythons.get(peer.name, sys.executable))]
     return Field((*ours, *found), tuple(peer for peer in wanted if peer not in found), pythons)

@@ -12,16 +12,18 @@ import contextlib
 import json
 import math
 import os
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from gapless.bench.idle import Idle, format_idle, offline, watched
 from gapless.bench.load import LoadRequest, body_of, make_load, run_load
 from gapless.bench.openai_client import Endpoint, Sample, complete, fetch
 from gapless.bench.own_server import own_server
-from gapless.bench.waits import Summary, format_summary, summarize
+from gapless.bench.waits import Summary, format_part, format_summary, split, summarize
+from gapless.bench.workload_jobs import WORKLOADS
 from gapless.config import EngineOptions
 from gapless.errors import ConfigError
 from gapless.progress import progress_bar
@@ -33,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--url", help="an OpenAI endpoint such as http://127.0.0.1:8000; default: a Gapless server for this run")
     add("--api-key", help="key of the endpoint")
     add("--served-model", help="name of the model at the endpoint; default: the first it lists")
+    add(
+        "--workload",
+        metavar="X",
+        help="send the requests of a GPU workload, prompts as ids; without --url to its model, with random weights",
+    )
+    add("--first", type=int, default=0, metavar="N", help="also report the first N answers of the server on their own")
     add("--requests", type=int, default=64, help="requests in all (default: %(default)s)")
     add("--concurrency", type=int, default=16, help="requests at the same time (default: %(default)s)")
     add("--rate", type=float, help="requests a second with Poisson arrivals, instead of a fixed concurrency")
@@ -60,11 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace, engine: EngineOptions) -> int:
     """Run the load and show the results; 1 when any request failed."""
     _check(args)
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(args, engine if args.workload is None else _set_workload(args, engine, folder))
+
+
+def _run(args: argparse.Namespace, engine: EngineOptions) -> int:
     with contextlib.ExitStack() as stack:
         url = args.url or stack.enter_context(own_server(engine, args.requests))
         asks, samples, served = asyncio.run(_measure(Endpoint.from_url(url, args.api_key), args))
     summary = summarize(samples, args.slo_ttft, args.slo_tpot)
     print(format_summary(summary, f"{args.slo_ttft:g} ms to the first and {args.slo_tpot:g} ms per further token"))
+    parts = split(samples, args.first, args.slo_ttft, args.slo_tpot) if args.first else {}
+    print(*(format_part(name, part) for name, part in parts.items()), sep="\n", end="\n" if parts else "")
     runs: dict[str, Idle] = {}
     if served:
         from gapless.report import idle_line  # loads torch
@@ -74,7 +89,7 @@ def main(args: argparse.Namespace, engine: EngineOptions) -> int:
     if args.idle:
         runs["offline"] = offline(engine, asks)
         print(format_idle(**runs))
-    _write(args, summary, samples, runs)
+    _write(args, {"summary": summary, **parts}, samples, runs)
     return 1 if summary.num_errors else 0
 
 
@@ -88,7 +103,8 @@ async def _measure(endpoint: Endpoint, args: argparse.Namespace) -> tuple[list[L
     asks = make_load(args, vocab_size)
     ids = ours and args.prompts == "ids"
     bodies = [body_of(ask, model, i, ignore_eos=not args.no_ignore_eos, ids=ids) for i, ask in enumerate(asks)]
-    await complete(endpoint, bodies[0] | {"max_tokens": 2}, time.perf_counter(), args.timeout)  # warms both ends up
+    if not args.first:
+        await complete(endpoint, bodies[0] | {"max_tokens": 2}, time.perf_counter(), args.timeout)  # warms both ends up
     async with contextlib.AsyncExitStack() as stack:
         idle = await stack.enter_async_context(watched(endpoint)) if ours else []
         with progress_bar("requests", len(asks), unit="req") as bar:
@@ -100,6 +116,11 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("requests", "concurrency"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.first < 0:
+        raise ConfigError(f"--first must be at least 0, got {args.first}")
+    if args.workload is not None and (args.workload not in WORKLOADS or len(WORKLOADS[args.workload].sampling()) > 1):
+        known = [name for name, work in WORKLOADS.items() if len(work.sampling()) == 1]
+        raise ConfigError(f"--workload: unknown or not greedy: {args.workload!r}; known: {', '.join(known)}")
     for name in ("rate", "timeout", "slo_ttft", "slo_tpot"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:  # not-a-number is neither
@@ -113,14 +134,32 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{path}: cannot be written: it is a folder")
 
 
-def _write(args: argparse.Namespace, summary: Summary, samples: Sequence[Sample], runs: dict[str, Idle]) -> None:
+def _set_workload(args: argparse.Namespace, engine: EngineOptions, folder: str) -> EngineOptions:
+    """Set the load to a workload's; the options of an engine that runs its model."""
+    from gapless.bench.workloads import write_model
+
+    work = WORKLOADS[args.workload]
+    args.requests, args.prompts = work.num_requests, "ids"
+    return replace(
+        engine,
+        model=str(write_model(Path(folder), work.shape)),
+        load_format="dummy",
+        max_num_rows=engine.max_num_rows or work.max_num_rows,
+        max_model_len=engine.max_model_len or work.length,
+        prefix_cache=False,
+    )
+
+
+def _write(
+    args: argparse.Namespace, summaries: dict[str, Summary], samples: Sequence[Sample], runs: dict[str, Idle]
+) -> None:
     if args.json is not None:
         from gapless.bench.machine import this_machine
 
         found = {
             "arguments": {name: value for name, value in vars(args).items() if name not in ("handler", "api_key")},
             "machine": asdict(this_machine()),
-            "summary": asdict(summary),
+            **{name: asdict(summary) for name, summary in summaries.items()},
             "idle": {name: asdict(run) | {"share": run.share} for name, run in runs.items()},
             "requests": [
                 {"ttft_s": s.ttft_s, "tpot_s": s.tpot_s, "whole_s": s.whole_s, "error": s.error} for s in samples
@@ -130,6 +169,7 @@ def _write(args: argparse.Namespace, summary: Summary, samples: Sequence[Sample]
     if args.plot is not None:
         from gapless.bench.serving_chart import draw
 
+        summary = summaries["summary"]
         Path(args.plot).write_text(
             draw(samples, f"{summary.num_requests} requests, {summary.requests_per_s:.2f} a second")
         )

@@ -30,10 +30,13 @@ class Summary:
     errors: dict[str, int]
 
 
-def summarize(samples: Sequence[Sample], slo_ttft_ms: float, slo_tpot_ms: float) -> Summary:
-    """All numbers of a run."""
+def summarize(
+    samples: Sequence[Sample], slo_ttft_ms: float, slo_tpot_ms: float, began_s: float | None = None
+) -> Summary:
+    """All numbers of a run that began at a time, or when its first request was due."""
     done = [sample for sample in samples if sample.error is None]
-    began_s = min((sample.due_s for sample in samples), default=0.0)
+    if began_s is None:
+        began_s = min((sample.due_s for sample in samples), default=0.0)
     seconds = max(max((sample.end_s for sample in samples), default=0.0) - began_s, 1e-9)
     good = [s for s in done if 1000 * s.ttft_s <= slo_ttft_ms and 1000 * (s.tpot_s or 0.0) <= slo_tpot_ms]
     gaps = [b - a for s in done for a, b in zip(s.chunk_s, s.chunk_s[1:], strict=False)]
@@ -57,6 +60,20 @@ def summarize(samples: Sequence[Sample], slo_ttft_ms: float, slo_tpot_ms: float)
         whole_ms=spread([s.whole_s for s in done]),
         errors=errors,
     )
+
+
+def split(samples: Sequence[Sample], num_first: int, slo_ttft_ms: float, slo_tpot_ms: float) -> dict[str, Summary]:
+    """The first answers to end, and those after them, whose time begins when the last of the first has ended."""
+    ordered = sorted(samples, key=lambda sample: sample.end_s)
+    first, later = ordered[:num_first], ordered[num_first:]
+    found = {"first": summarize(first, slo_ttft_ms, slo_tpot_ms)}
+    return found | ({"later": summarize(later, slo_ttft_ms, slo_tpot_ms, first[-1].end_s)} if later else {})
+
+
+def format_part(name: str, part: Summary) -> str:
+    """One line of a part of the load."""
+    ttft = ", ".join(f"{key} {part.ttft_ms.get(key, 0.0):.0f}" for key in ("p50", "p99"))
+    return f"{name} {part.num_requests}: {part.requests_per_s:.2f} requests/s; ms to the first token: {ttft}"
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -1,114 +1,144 @@
-"""The GPU workloads on transformers' `generate_batch`, its continuous batching, with its own defaults.
+"""The GPU workloads by peers: vLLM or transformers in a process of their own, from this environment or a different one.
 
-Random weights from the same config. The model is freed before the next one is made.
+A peer gets the same config.json, prompts and lengths, and does each job twice. One that fails or is too slow is a line
+of text, and the next job starts it again.
 """
 
 from __future__ import annotations
 
-import gc
+import json
+import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-PEER = "transformers generate_batch"
+from gapless.bench import peer_worker
+from gapless.bench.line_process import LineProcess, ProcessFailed
+from gapless.bench.workload_jobs import WORKLOADS
+from gapless.bench.workload_rows import Rates, WorkloadRow, timed_row
+
+PEER_LABELS = {"vllm": "vLLM", "transformers": "transformers"}
+START_S = 900.0  # most seconds to load a peer
+PATIENCE, PATIENCE_S = 15, 120  # limit of a job: this many times our time, and at least this many seconds
 
 
 @dataclass(frozen=True, slots=True)
-class PeerTask:
-    """A job for a peer, and its time limit."""
+class PeerPlace:
+    """Where a peer is installed."""
 
-    warm_up: list[list[int]]
-    prompts: list[list[int]]
-    max_tokens: int
-    limit_s: float
+    name: str
+    python: str = sys.executable
+    pythonpath: str | None = None  # replaces PYTHONPATH
 
-
-@dataclass(frozen=True, slots=True)
-class PeerTime:
-    """The time of a peer for a job."""
-
-    seconds: float
-    num_tokens: int
-    start_s: float
-    peak_gib: float
-    attention: str  # its name for it
+    def environment(self) -> dict[str, str]:
+        values = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        return values if self.pythonpath is None else {**values, "PYTHONPATH": self.pythonpath}
 
 
-def is_installed() -> bool:
-    return find_spec("transformers") is not None
+def measure_peer(
+    place: PeerPlace, model: Path, ours: Mapping[str, float], rates: Rates, log: Path
+) -> Iterator[WorkloadRow | str]:
+    """The workloads that we did, with the seconds that we took for both runs. A text says what a peer could not do."""
+    label = PEER_LABELS[place.name]
+    works = [WORKLOADS[name] for name in ours]
+    start = {
+        "peer": place.name,
+        "model": str(model),
+        "device": "cuda",
+        "max_num_rows": max(work.max_num_rows for work in works),
+        "max_model_len": max(work.length for work in works),
+    }
+    with _PeerProcess(place, start, log) as process:
+        for name, our_s in ours.items():
+            if place.name == "transformers" and WORKLOADS[name].logprobs is not None:
+                yield f"{label}, {name}: not run: it returns no log-probabilities of other tokens"
+                continue
+            try:
+                found = process.run(_job(name), max(PATIENCE_S, PATIENCE * our_s))
+            except ProcessFailed as error:
+                yield f"{label}, {name}: failed: {error}"
+                if process.never_started:
+                    return
+                continue
+            (first_s, seconds), note = found["seconds"], found["note"]
+            engine = f"{label} {process.version}"
+            row = timed_row(
+                name, engine, first_s, seconds, rates, start_s=process.start_s, peak_gib=process.memory() / 2**30
+            )
+            yield replace(row, attention=f"{engine}: {note}" if note else "")
 
 
-def time_generate_batch(path: Path, tasks: Sequence[PeerTask]) -> Iterator[PeerTime | Exception]:
-    """The time of each task, or its error."""
-    import torch
+def _job(name: str) -> dict[str, Any]:
+    work = WORKLOADS[name]
+    return {
+        "prompts": work.prompts(),
+        "counts": work.counts(),
+        "sampling": work.sampling(),
+        "max_num_rows": work.max_num_rows,
+    }
 
-    from gapless.device import cuda
 
-    began = time.perf_counter()
-    transformers: Any = import_module("transformers")
-    config = transformers.AutoConfig.from_pretrained(path)
-    with torch.device("cuda"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    model.generation_config = transformers.GenerationConfig()
-    cuda.release_memory()
-    start_s = time.perf_counter() - began
-    for task in tasks:
+class _PeerProcess:
+    """A peer that is started when it has something to do, and again after it died."""
+
+    def __init__(self, place: PeerPlace, start: dict[str, Any], log: Path) -> None:
+        self.version = ""
+        self.start_s = 0.0
+        self._place, self._start, self._log = place, start, log
+        self._held = _device_memory()  # by us
+        self._process: LineProcess | None = None
+
+    @property
+    def never_started(self) -> bool:
+        return not self.version
+
+    def run(self, job: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """Its answer. Raises ProcessFailed."""
+        process = self._process or self._begin()
         try:
-            seconds, num_tokens, attention = _time(model, task)
-            yield PeerTime(seconds, num_tokens, start_s, cuda.most_memory() / 2**30, attention)
-        except Exception as error:  # any error of a peer is its result
-            yield error
-    del model
-    gc.collect()
-    cuda.release_memory()
-
-
-def _time(model: Any, task: PeerTask) -> tuple[float, int, str]:
-    """Seconds, tokens, and the attention it chose; its graphs are captured before."""
-    transformers: Any = import_module("transformers")
-    generation: Any = import_module("transformers.generation")
-    hints: Any = import_module("transformers.generation.continuous_batching.utils").WorkloadHints
-    manager_of = model.continuous_batching_context_manager(
-        generation_config=transformers.GenerationConfig(
-            max_new_tokens=task.max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
-        ),
-        continuous_batching_config=generation.ContinuousBatchingConfig(allow_block_sharing=False),
-        workload_hints=hints(
-            max_prompt_length=max(map(len, task.prompts)),
-            max_generated_length=task.max_tokens,
-            num_requests=len(task.prompts),
-        ),
-    )
-    with manager_of as manager:
-        try:
-            _drain(manager, task.warm_up, 16, task.limit_s)
-            began = time.perf_counter()
-            num_tokens = _drain(manager, task.prompts, task.max_tokens, task.limit_s)
-            return time.perf_counter() - began, num_tokens, str(model.config._attn_implementation)
-        except BaseException:
-            manager.stop(hard_stop=True)  # otherwise it would finish the remaining work, however long that takes
+            return self._ask(process, job, limit_s)
+        except ProcessFailed:
+            self.close()  # even where it still answers: nobody knows its state
             raise
 
+    def memory(self) -> int:
+        """Bytes of device memory that it holds."""
+        return _device_memory() - self._held
 
-def _drain(manager: Any, prompts: list[list[int]], max_tokens: int, limit_s: float) -> int:
-    """Submit the prompts and wait for all; return the generated tokens."""
-    deadline = time.perf_counter() + limit_s
-    manager.add_requests(inputs=prompts, max_new_tokens=max_tokens)
-    found: list[int] = []
-    while len(found) < len(prompts):
-        result = manager.get_result(timeout=1)
-        if result is not None and result.is_finished():
-            if result.error is not None:
-                raise RuntimeError(result.error)
-            found.append(len(result.generated_tokens))
-        elif result is None and not manager.is_running():
-            raise RuntimeError("the generation thread ended")
-        if len(found) < len(prompts) and time.perf_counter() > deadline:
-            raise TimeoutError(
-                f"stopped after {limit_s:g} s; {len(found)} of {len(prompts)} requests of {max_tokens} tokens were done"
-            )
-    return sum(found)
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def __enter__(self) -> _PeerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begin(self) -> LineProcess:
+        began = time.perf_counter()
+        command = [self._place.python, str(Path(peer_worker.__file__).resolve())]
+        self._process = LineProcess(command, self._place.environment(), self._log, peer_worker.MARK)
+        try:
+            self.version = self._ask(self._process, self._start, START_S)["version"]
+        except ProcessFailed:
+            self.close()
+            raise
+        self.start_s = time.perf_counter() - began
+        return self._process
+
+    def _ask(self, process: LineProcess, question: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(process.ask(json.dumps(question) + "\n", limit_s))
+        if "error" in answer:
+            raise ProcessFailed(answer["error"])
+        return answer
+
+
+def _device_memory() -> int:
+    from gapless.device.cuda import memory_in_use
+
+    return memory_in_use()

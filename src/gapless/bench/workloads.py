@@ -1,24 +1,33 @@
-"""The GPU workloads timed end to end, with random weights.
+"""The GPU workloads timed end to end, with random weights: by Gapless at several depths, then by peers.
 
-Each time comes with a limit: the bytes that a step must read (weights once, the KV cache of every live token) divided
-by the read rate measured in the same run.
+Each runs twice: the first time in its process, when some kernels may still have to be compiled, and again.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gapless.bench.chart import ChartBar, Group
 from gapless.bench.kernels import KernelTable, profile_decode
-from gapless.bench.workload_jobs import SHAPES, WORKLOADS, Workload, run_bytes
-from gapless.bench.workload_peers import PEER, PeerTask, is_installed, time_generate_batch
+from gapless.bench.workload_jobs import SHAPES, WORKLOADS, Workload
+from gapless.bench.workload_peers import PeerPlace, measure_peer
+from gapless.bench.workload_rows import (
+    HEADER,
+    Rates,
+    WorkloadRow,
+    chart_groups,
+    format_row,
+    measure_rates,
+    timed_row,
+    write_rows,
+)
 from gapless.errors import ConfigError
 from gapless.progress import progress_bar
 
@@ -26,91 +35,71 @@ if TYPE_CHECKING:
     from gapless.trace.files import TraceFiles
     from gapless.trace.timeline import Timeline
 
-PATIENCE, PATIENCE_S = 30, 120  # limit of a peer: this many times our time, and at least this many seconds
-
 
 @dataclass(frozen=True, slots=True)
-class WorkloadRow:
-    """One workload at one depth."""
+class WorkloadTask:
+    """What to measure."""
 
-    workload: str
-    engine: str
-    seconds: float
-    ms_per_step: float
-    tokens_per_s: float
-    limit_ms: float  # mean over the run
-    limit_share: float
-    start_s: float
-    peak_gib: float
-    depth: int | None = None  # the following is known only for Gapless
-    idle_share: float | None = None  # of the compute stream, in the run
-    host_ms_per_step: float | None = None  # processor time of the loop
-    idle_by_cause: dict[str, float] = field(default_factory=dict)  # seconds of the compute stream
-    graphs: str = ""  # what capturing took
-    attention: str = ""  # which one ran, and why
-    kernels: KernelTable | str | None = None  # of a decode step halfway through, or why they are not known
+    names: tuple[str, ...]
+    depths: tuple[int | str, ...]
+    batch_invariant: bool = False
+    peers: tuple[PeerPlace, ...] = ()
+    kernels: bool = False  # profile steps after each workload
+    trace: str | None = None  # file for timelines
+    json: str | None = None
+    plot: str | None = None
+    logs: str | None = None  # folder for the output of peers
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            if name not in WORKLOADS:
+                raise ConfigError(f"--workload: unknown {name!r}; known: {', '.join(WORKLOADS)}")
 
 
 def measure(
-    names: Sequence[str],
-    depths: Sequence[int],
-    folder: Path,
-    timelines: list[Timeline] | None = None,
-    *,
-    peers: bool = False,
-    kernels: bool = False,
+    task: WorkloadTask, rates: Rates, folder: Path, timelines: list[Timeline] | None = None
 ) -> Iterator[WorkloadRow | str]:
     """Run the workloads at each depth, one engine for all that share a shape; add each run's timeline to a list.
 
-    With `peers`, transformers does the same jobs. With `kernels`, steps are profiled after each run. A text says what
-    could not be run.
+    Then each peer does the same. A text says what could not be run.
     """
-    from gapless.device.cuda import CudaDevice
-
-    rate = CudaDevice().read_rate()
-    for shape in dict.fromkeys(WORKLOADS[name].shape for name in names):
-        path = folder / shape
-        path.mkdir(exist_ok=True)
-        (path / "config.json").write_text(json.dumps(SHAPES[shape]))
-        chosen = [name for name in names if WORKLOADS[name].shape == shape]
+    for shape in dict.fromkeys(WORKLOADS[name].shape for name in task.names):
+        path = write_model(folder, shape)
+        names = [name for name in task.names if WORKLOADS[name].shape == shape]
         ours: dict[str, float] = {}  # seconds
-        for depth in depths:
-            for row in _measure_shape(path, chosen, depth, rate, timelines, kernels=kernels):
-                ours[row.workload] = row.seconds
+        for depth in task.depths:
+            for row in _measure_shape(path, names, depth, task, rates, timelines):
+                ours[row.workload] = row.first_s + row.seconds
                 yield row
-        if peers:
-            yield from _measure_peer(path, ours, rate)
+        for place in task.peers:
+            _free_device()
+            log = Path(task.logs or folder) / f"{shape}-{place.name}.log"
+            yield from measure_peer(place, path, ours, rates, log)
 
 
-def _measure_peer(path: Path, ours: dict[str, float], rate: float) -> Iterator[WorkloadRow | str]:
-    """Only jobs of one length: a peer takes one number of new tokens for all. Its time limit is a multiple of ours."""
-    chosen = [name for name in ours if not WORKLOADS[name].mixed]
-    tasks = [
-        PeerTask(work.prompts(seed=1), work.prompts(), work.max_tokens, max(PATIENCE_S, PATIENCE * ours[name]))
-        for name, work in ((name, WORKLOADS[name]) for name in chosen)
-    ]
-    for name, task, timed in zip(chosen, tasks, time_generate_batch(path, tasks), strict=True):
-        if isinstance(timed, Exception):
-            yield f"{PEER}, {name}: failed: {type(timed).__name__}: {timed}"
-            continue
-        count = task.max_tokens
-        limit_s = run_bytes(WORKLOADS[name], task.prompts, count) / rate
-        yield WorkloadRow(
-            workload=name,
-            engine=PEER,
-            seconds=timed.seconds,
-            ms_per_step=timed.seconds / count * 1e3,
-            tokens_per_s=timed.num_tokens / timed.seconds,
-            limit_ms=limit_s / count * 1e3,
-            limit_share=limit_s / timed.seconds,
-            start_s=timed.start_s,
-            peak_gib=timed.peak_gib,
-            attention=f"attention of {PEER}: {timed.attention}",
-        )
+def write_model(folder: Path, shape: str) -> Path:
+    """A folder with the config.json of a shape."""
+    path = folder / shape
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(SHAPES[shape]))
+    return path
+
+
+def _free_device() -> None:
+    """Return the memory of our engines to the device."""
+    from gapless.device.cuda import release_memory
+
+    gc.collect()
+    release_memory()
 
 
 def _measure_shape(
-    path: Path, names: Sequence[str], depth: int, rate: float, timelines: list[Timeline] | None, *, kernels: bool
+    path: Path,
+    names: Sequence[str],
+    depth: int | str,
+    task: WorkloadTask,
+    rates: Rates,
+    timelines: list[Timeline] | None,
 ) -> Iterator[WorkloadRow]:
     from gapless import LLM
 
@@ -125,98 +114,113 @@ def _measure_shape(
         max_num_rows=max(work.max_num_rows for work in works),
         max_model_len=max(work.length for work in works),
         prefix_cache=False,
+        batch_invariant=task.batch_invariant,
         trace=timelines is not None,
     )
     start_s = time.perf_counter() - began
     with llm:
         for name in names:
-            row = _time(llm, name, depth, rate, start_s, timelines)
-            yield replace(row, kernels=_take_apart(llm, WORKLOADS[name])) if kernels else row
+            row = _time(llm, name, depth, rates, start_s, timelines)
+            row = replace(row, engine="Gapless, batch-invariant") if task.batch_invariant else row
+            yield replace(row, kernels=_take_apart(llm, WORKLOADS[name])) if task.kernels else row
 
 
 def _take_apart(llm: Any, work: Workload) -> KernelTable | str:
     """The kernels of a step, or why there are none to show. The times measured before remain valid."""
-    if work.mixed:
-        return "not profiled, for hardly two steps are alike"
+    if not work.is_steady:
+        return "not profiled, because few steps are alike"
     try:
         return profile_decode(llm, work.halfway())
     except ValueError as error:
         return str(error)
 
 
-def _time(
-    llm: Any, name: str, depth: int, rate: float, start_s: float, timelines: list[Timeline] | None
-) -> WorkloadRow:
-    from gapless import SamplingParams
-    from gapless.bench.torch_engines import loop_cpu_s
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of a workload by Gapless."""
 
-    work, prompts, monitor = WORKLOADS[name], WORKLOADS[name].prompts(), llm.engine.monitor
-    params = [SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in work.counts()]
-    llm.generate(work.prompts(seed=1), params if work.mixed else replace(params[0], max_tokens=16))  # warm up
-    idle, host_s, before = monitor.idle_by_cause(), loop_cpu_s(), llm.stats()  # the clock is read last
-    found = llm.generate(prompts, params)
-    spent, host_s = llm.stats() - before, loop_cpu_s() - host_s
+    seconds: float
+    num_steps: int
+    busy_s: float
+    host_s: float
+    idle_by_cause: dict[str, float]
+    ledger: dict[str, int]
+
+
+def _time(
+    llm: Any, name: str, depth: int | str, rates: Rates, start_s: float, timelines: list[Timeline] | None
+) -> WorkloadRow:
+    monitor, work = llm.engine.monitor, WORKLOADS[name]
+    first = _run(llm, name, work)
+    before = llm.stats()
+    again = _run(llm, name, work)
     if timelines is not None:
         timelines.append(monitor.timeline(f"{name}, depth {depth}", before).trimmed())
-    wrong = [item for item, wanted in zip(found, params, strict=True) if len(item.token_ids) != wanted.max_tokens]
-    if wrong:
-        raise RuntimeError(f"workload {name}: {len(wrong)} requests did not finish: {wrong[0].error}")
-    num_steps = spent.num_steps if work.mixed else work.max_tokens
-    limit_s = run_bytes(work, prompts, num_steps) / rate
-    return WorkloadRow(
-        workload=name,
-        engine="Gapless",
+    peak_gib = monitor.device_memory() / 2**30
+    row = timed_row(name, "Gapless", first.seconds, again.seconds, rates, start_s=start_s, peak_gib=peak_gib)
+    return replace(
+        row,
         depth=depth,
-        seconds=spent.time_s,
-        ms_per_step=spent.time_s / num_steps * 1e3,
-        tokens_per_s=spent.num_generated / spent.time_s,
-        limit_ms=limit_s / num_steps * 1e3,
-        limit_share=limit_s / spent.time_s,
-        idle_share=1 - spent.busy_s / spent.time_s,
-        host_ms_per_step=host_s / spent.num_steps * 1e3,
-        start_s=start_s,
-        peak_gib=monitor.device_memory() / 2**30,
-        idle_by_cause={cause: s - idle[cause] for cause, s in monitor.idle_by_cause().items() if s > idle[cause]},
+        last_depth=monitor.depth,
+        num_steps=again.num_steps,
+        idle_share=1 - again.busy_s / again.seconds,
+        host_ms_per_step=again.host_s / again.num_steps * 1e3,
+        idle_by_cause=again.idle_by_cause,
+        first_ledger=first.ledger,
+        ledger=again.ledger,
         graphs=monitor.capture_cost(),
         attention=monitor.attention(),
     )
 
 
-def main(
-    names: Sequence[str],
-    depths: Sequence[int],
-    *,
-    json_path: str | None = None,
-    plot_path: str | None = None,
-    trace: str | None = None,
-    peers: bool = False,
-    kernels: bool = False,
-) -> int:
+def _run(llm: Any, name: str, work: Workload) -> _Run:
+    from gapless import SamplingParams
+    from gapless.bench.torch_engines import loop_cpu_s
+
+    monitor, prompts = llm.engine.monitor, work.prompts()
+    params = [
+        SamplingParams(max_tokens=count, ignore_eos=True, seed=number, **work.sampling())
+        for number, count in enumerate(work.counts())
+    ]
+    idle, ledger, host_s, before = monitor.idle_by_cause(), monitor.ledger(), loop_cpu_s(), llm.stats()  # clock last
+    found = llm.generate(prompts, params)
+    spent, host_s = llm.stats() - before, loop_cpu_s() - host_s
+    wrong = [item for item, wanted in zip(found, params, strict=True) if len(item.token_ids) != wanted.max_tokens]
+    if wrong:
+        raise RuntimeError(f"workload {name}: {len(wrong)} requests did not finish: {wrong[0].error}")
+    return _Run(
+        seconds=spent.time_s,
+        num_steps=spent.num_steps,
+        busy_s=spent.busy_s,
+        host_s=host_s,
+        idle_by_cause={cause: s - idle[cause] for cause, s in monitor.idle_by_cause().items() if s > idle[cause]},
+        ledger={why: n - ledger.get(why, 0) for why, n in monitor.ledger().items() if n > ledger.get(why, 0)},
+    )
+
+
+def main(task: WorkloadTask) -> int:
     """Measure and print a table; write rows, plot and timelines if requested, also when a later run fails."""
     from gapless.device import pick_device
     from gapless.trace.files import TraceFiles
 
-    for name in names:
-        if name not in WORKLOADS:
-            raise ConfigError(f"--workload: unknown {name!r}; known: {', '.join(WORKLOADS)}")
     pick_device("cuda")
-    files = TraceFiles.at(trace) if trace is not None else None
+    files = TraceFiles.at(task.trace) if task.trace is not None else None
     timelines: list[Timeline] | None = [] if files is not None else None
     rows: list[WorkloadRow] = []
-    runs = len(names) * (len(depths) + peers)
+    runs = len(task.names) * (len(task.depths) + len(task.peers))
+    rates = measure_rates()
+    print(f"reads {rates.bytes_per_s / 1e12:.2f} TB/s, large products {rates.operations_per_s / 1e12:.0f} TFLOPS")
     print(HEADER)
     try:
         with tempfile.TemporaryDirectory() as folder, progress_bar("measuring", runs, "run") as bar:
-            for row in measure(names, depths, Path(folder), timelines, peers=peers and is_installed(), kernels=kernels):
+            for row in measure(task, rates, Path(folder), timelines):
                 if isinstance(row, WorkloadRow):
                     rows.append(row)
-                    _write_rows(rows, json_path)  # at once: a run takes minutes
-                bar.write(_line(row) if isinstance(row, WorkloadRow) else row, sys.stdout)
+                    write_rows(rows, rates, task.json)  # at once: a run takes minutes
+                bar.write(format_row(row) if isinstance(row, WorkloadRow) else row, sys.stdout)
                 bar.advance(1)
     finally:
-        _finish(rows, files, timelines, plot_path)
-    if peers and not is_installed():
-        print("not installed: transformers")
+        _finish(rows, files, timelines, task.plot)
     return 0
 
 
@@ -229,54 +233,10 @@ def _finish(
     print(*dict.fromkeys(text for row in rows for text in (row.graphs, row.attention) if text), sep="\n")
     for row in rows:
         if row.kernels is not None:
-            print(f"\nkernels of {row.workload}, {_engine(row)}: {row.kernels}")
+            print(f"\nkernels of {row.workload}, {row.label}: {row.kernels}")
     if files is not None and timelines:
         files.write(timelines)
         print(f"timeline: {files}")
     if plot_path is not None and rows:
-        subtitle = "ms a decode step, each group to its own scale; red: the bytes that must move, at the read rate"
+        subtitle = "each group to its own scale; red: the least time, by measured rates of reads and of products"
         Path(plot_path).write_text(bar_chart(chart_groups(rows), "GPU workloads", subtitle))
-
-
-def _write_rows(rows: Sequence[WorkloadRow], path: str | None) -> None:
-    from gapless.bench.machine import this_machine
-
-    if path is not None:
-        values = {"machine": asdict(this_machine()), "rows": [asdict(row) for row in rows]}
-        Path(path).write_text(json.dumps(values, indent=2) + "\n")
-
-
-def chart_groups(rows: Sequence[WorkloadRow]) -> list[Group]:
-    """Time of a step, a group for each workload."""
-    groups = []
-    for name in dict.fromkeys(row.workload for row in rows):
-        chosen = [row for row in rows if row.workload == name]
-        bars = tuple(
-            ChartBar(_engine(row), row.ms_per_step, f"{row.ms_per_step:.2f}", row.depth is not None, limit=row.limit_ms)
-            for row in chosen
-        )
-        work = WORKLOADS[name]
-        lengths = f"{'up to ' if work.mixed else ''}{work.prompt_tokens} + {work.max_tokens} tokens"
-        title = f"{name}: {work.shape}, {work.num_requests} requests of {lengths}"
-        groups.append(Group(title, bars, scale=1 / max(row.ms_per_step for row in chosen)))
-    return groups
-
-
-def _engine(row: WorkloadRow) -> str:
-    return row.engine if row.depth is None else f"{row.engine}, depth {row.depth}"
-
-
-HEADER = "workload engine                       s  ms/step    tok/s   limit of limit   idle  host ms start s    GiB"
-
-
-def _line(row: WorkloadRow) -> str:
-    from gapless.report import idle_line
-
-    ours = f"{'':>15}"
-    if row.idle_share is not None:
-        ours = f"{row.idle_share:>6.1%} {row.host_ms_per_step:>8.3f}"
-    line = (
-        f"{row.workload:>8} {_engine(row):<27}{row.seconds:>5.2f} {row.ms_per_step:>8.3f} {row.tokens_per_s:>8.0f} "
-        f"{row.limit_ms:>7.3f} {row.limit_share:>8.1%} {ours} {row.start_s:>7.1f} {row.peak_gib:>6.1f}"
-    )
-    return f"{line}\n{'':>9}{idle_line(row.idle_by_cause, row.seconds)}" if row.idle_by_cause else line

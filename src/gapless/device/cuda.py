@@ -254,6 +254,12 @@ def most_memory() -> int:
     return int(torch.cuda.max_memory_allocated())
 
 
+def memory_in_use() -> int:
+    """Bytes of device memory that all processes together hold, now."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
+
+
 def replay_s(body: Callable[[], object]) -> float:
     """Seconds of device time for the work that `body` queues: the best of a few replays as a captured graph."""
     stream = torch.cuda.Stream()

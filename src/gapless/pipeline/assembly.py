@@ -17,14 +17,12 @@ from gapless.core.request import Request
 from gapless.core.scheduler import Scheduler
 from gapless.models.source import ModelSource
 from gapless.pipeline.checked import CheckedExecutor
-from gapless.pipeline.depth import AutoDepth, FixedDepth
+from gapless.pipeline.depth import AUTO_DEPTHS, AutoDepth, FixedDepth
 from gapless.pipeline.executor import Executor, LocalExecutor
 from gapless.pipeline.loop import Depth
 from gapless.runner.build import Built, build
 from gapless.trace.null_recorder import NullRecorder
 from gapless.trace.recorder import KEPT_STEPS, Recorder
-
-AUTO_DEPTHS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ def put_together(
     scheduler = Scheduler(limits, announce, Pace(options.max_step_time or math.inf, limits.max_batch_tokens))
     recorder = _make_recorder(options, built, scheduler, traced_steps)
     fixed = options.depth != "auto"
-    depth: Depth = FixedDepth(int(options.depth)) if fixed else AutoDepth(AUTO_DEPTHS)
+    depth: Depth = FixedDepth(int(options.depth)) if fixed else AutoDepth()
     executor = _make_executor(options, built, scheduler, recorder, int(options.depth) if fixed else max(AUTO_DEPTHS))
     built.device.late.ready()
     return Assembly(built, scheduler, depth, recorder, executor)
