@@ -68,11 +68,7 @@ class TritonAttention:
         scale: float,
         num_rows: int,
         num_cores: int,
-        *,
-        batch_invariant: bool = False,
     ) -> None:
-        """batch_invariant: decode rows are chunks of one token, so that a token's sums never depend on its batch."""
-        self._batch_invariant = batch_invariant
         self.pools = pools
         self._block_size = block_size
         self._num_heads = num_heads
@@ -133,15 +129,7 @@ class TritonAttention:
 
     def decodes(self, batch: AttentionBatch) -> list[Part]:
         """The work for the decode rows; empty where there are none."""
-        count = batch.num_decodes
-        if count == 0:
-            return []
-        if not self._batch_invariant:
-            return [partial(self._attend_decodes, batch)]
-        ends = batch.decode_lengths
-        offsets = torch.arange(count, device=ends.device)
-        chunks = Chunks(batch.decode_rows, offsets, ends - 1, ends, first=0, count=count, longest=1)
-        return [partial(self._attend_chunks, batch, chunks)]
+        return [partial(self._attend_decodes, batch)] if batch.num_decodes else []
 
     def chunks(self, batch: AttentionBatch) -> list[Part]:
         """The work for the chunks; empty where there are none."""
