@@ -12,15 +12,13 @@ pytest.importorskip("triton")
 
 from batches import BLOCK_SIZE, DEVICE, SHAPES, Shape, make_batch
 
-from gapless.attention.base import AttentionBatch, Span
 from gapless.attention.reference import ReferenceAttention
 from gapless.attention.triton import TritonAttention
 from gapless.models.rope import RotaryRotation
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equals_reference(shape: Shape, batch_invariant: bool) -> None:
+def test_equals_reference(shape: Shape) -> None:
     generator = torch.Generator().manual_seed(len(shape.decode_lengths) * 31 + shape.head_dim)
     batch, num_slots = make_batch(shape, generator)
     num_tokens = len(batch.slots)
@@ -35,15 +33,7 @@ def test_equals_reference(shape: Shape, batch_invariant: bool) -> None:
     scale = shape.head_dim**-0.5
     pools = [pool.clone(), pool.clone()]
     expected = ReferenceAttention(pools[:1], BLOCK_SIZE, [shape.spec()]).begin(batch)(0, heads, rotation)
-    triton = TritonAttention(
-        pools[1:],
-        BLOCK_SIZE,
-        shape.num_heads,
-        scale,
-        len(batch.blocks),
-        shape.num_cores,
-        batch_invariant=batch_invariant,
-    )
+    triton = TritonAttention(pools[1:], BLOCK_SIZE, shape.num_heads, scale, len(batch.blocks), shape.num_cores)
     attend = triton.begin(batch)
     for _ in range(2):  # the second time finds the counters as the first left them
         found = attend(0, heads, rotation)
@@ -69,40 +59,6 @@ def test_what_the_kernels_cannot_do(changes: dict[str, Any], reason: str | None)
 def test_the_kernels_take_one_scale_for_all_layers() -> None:
     specs = [SHAPES[0].spec(scale) for scale in (0.2, 0.3)]
     assert TritonAttention.why_not(specs) == "the attention kernels have no scales that differ from layer to layer"
-
-
-def test_batch_invariant_tokens_do_not_know_who_came_along() -> None:
-    """The last token of a long row: as the end of a chunk, as a chunk of its own, as a decode row beside others."""
-    generator = torch.Generator().manual_seed(5)
-    length, num_heads, num_kv_heads, head_dim = 150, 4, 2, 16
-    blocks = torch.randperm(40, generator=generator)[None].to(DEVICE)
-    pool = torch.randn(40 * BLOCK_SIZE, 2 * num_kv_heads, head_dim, generator=generator).to(DEVICE)
-    heads = torch.randn(length, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(DEVICE)
-    angles = torch.randn(length, 2, head_dim, generator=generator).to(DEVICE)
-
-    def last(decodes: list[int], start: int) -> torch.Tensor:
-        """Attention of the last token, after `start` positions that the pool already has."""
-        places = torch.tensor([*decodes, *range(start, length)], device=DEVICE)
-        count = length - start
-        ints = {name: torch.tensor([value], dtype=torch.int32, device=DEVICE) for name, value in
-                {"rows": 0, "offsets": len(decodes), "starts": start, "ends": length}.items()}  # fmt: skip
-        batch = AttentionBatch(
-            slots=blocks[0, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE,
-            blocks=blocks,
-            decode_rows=torch.zeros(len(decodes), dtype=torch.int64, device=DEVICE),
-            decode_lengths=torch.tensor(decodes, dtype=torch.int64, device=DEVICE) + 1,
-            max_decode_length=length,
-            num_chunk_tokens=count,
-            **{f"chunk_{name}": value[: 1 if count else 0] for name, value in ints.items()},
-            chunks=(Span(len(decodes), start, count),) if count else (),
-        )
-        attention = TritonAttention([pool], BLOCK_SIZE, num_heads, 0.25, 8, 4, batch_invariant=True)
-        return attention.begin(batch)(0, heads[places], RotaryRotation(angles[places], None, 1e-5))[-1]
-
-    whole = last([], 0)  # also writes the pool, which the others read
-    assert torch.equal(whole, last([], length - 1))
-    assert torch.equal(whole, last([], length - 70))
-    assert torch.equal(whole, last([3, 77, 149], length))
 
 
 def test_splits_follow_the_number_of_rows() -> None:

@@ -43,8 +43,9 @@ print(json.dumps({"shared": made.metadata.shared, "ptx": made.asm["ptx"]}))
 """
 
 
+@pytest.mark.parametrize("order_free", [False, True])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_weights_and_nothing_else_are_under_way_before_the_wait(name: str) -> None:
+def test_weights_and_nothing_else_are_under_way_before_the_wait(name: str, order_free: bool) -> None:
     columns, inner, num_rows, gated, adds = PRODUCTS[name]
     tiling = choose_tiling(num_rows, columns, inner, gated=gated, adds=adds, ring=True)
     assert tiling is not None
@@ -52,7 +53,7 @@ def test_weights_and_nothing_else_are_under_way_before_the_wait(name: str) -> No
     values = {
         "N": columns, "K": inner, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k,
         "NUM_STAGES": tiling.num_stages, "SPLITS": tiling.splits, "NORM": not adds, "GATED": gated, "ADD": adds,
-        "MAX_SQUARES": 32, "SQUARES_STRIDE": 256, "TRIGGER_EARLY": tiling.triggers_early,
+        "MAX_SQUARES": 32, "SQUARES_STRIDE": 256, "TRIGGER_EARLY": tiling.triggers_early, "ORDER_FREE": order_free,
     }  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     ran = subprocess.run(

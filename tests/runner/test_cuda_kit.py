@@ -15,7 +15,7 @@ from test_graphs import Played
 from gapless import LLM, SamplingParams, device
 from gapless.config import EngineOptions
 from gapless.device.cpu import CpuDevice, InlineDriver
-from gapless.kernels.batch_invariant import batch_invariant_product
+from gapless.models.invariant_layers import InvariantLayers
 from gapless.models.loader import load_config
 from gapless.models.source import resolve as find
 from gapless.runner import graphs, ladder
@@ -46,7 +46,8 @@ def test_an_engine_of_kernels_gives_the_tokens_of_torch(tiny_dir: Path, on_cpu: 
         expected = [item.token_ids for item in llm.generate(PROMPTS, GREEDY)]
     with LLM(tiny_dir, **CPU | {"device": "cuda"}, **options, batch_invariant=batch_invariant) as llm:
         assert [item.token_ids for item in llm.generate(PROMPTS, GREEDY)] == expected
-        assert llm.engine.monitor.attention() == "attention: triton (the only candidate)"
+        why = "batch-invariant" if batch_invariant else "the only candidate"
+        assert llm.engine.monitor.attention() == f"attention: triton ({why})"
         assert llm.engine.resolved.device_name == "cuda"
         assert not any("no graph" in reason for reason in llm.engine.monitor.ledger())
 
@@ -61,9 +62,9 @@ def test_defaults(tiny_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "batch_invariant", "fused"),
-    [(torch.bfloat16, False, True), (torch.float32, False, False), (torch.bfloat16, True, False)],
+    [(torch.bfloat16, False, True), (torch.float32, False, False), (torch.bfloat16, True, True)],
 )
 def test_layers(dtype: torch.dtype, batch_invariant: bool, fused: bool) -> None:
     layers: Any = make_layers(torch.device("cpu"), dtype, batch_invariant=batch_invariant)
     assert layers._fused is fused
-    assert (layers._plain is batch_invariant_product) is batch_invariant
+    assert isinstance(layers, InvariantLayers) is batch_invariant

@@ -54,11 +54,7 @@ class TritonAttention:
         scale: float,
         num_rows: int,
         num_cores: int,
-        *,
-        batch_invariant: bool = False,
     ) -> None:
-        """batch_invariant: decode rows are chunks of one token, so that a token's sums never depend on its batch."""
-        self._batch_invariant = batch_invariant
         self.pools = pools
         self._block_size = block_size
         self._num_heads = num_heads
@@ -74,7 +70,7 @@ class TritonAttention:
         self._precision = "ieee" if pools[0].dtype == torch.float32 else "tf32"
         self._scratch = self._make_scratch(num_rows)
         self._hopper = None
-        if not batch_invariant and (kernel := hopper_prefill()) is not None and kernel.is_for(pools[0], block_size):
+        if (kernel := hopper_prefill()) is not None and kernel.is_for(pools[0], block_size):
             self._hopper = kernel(pools[0], block_size, num_heads, self._scale, num_cores)
         self._none_before = torch.zeros(1, dtype=torch.int32, device=pools[0].device)
 
@@ -123,15 +119,7 @@ class TritonAttention:
 
     def decodes(self, batch: AttentionBatch) -> list[Part]:
         """The work for the decode rows; empty where there are none."""
-        count = batch.num_decodes
-        if count == 0:
-            return []
-        if not self._batch_invariant:
-            return [partial(self._attend_decodes, batch)]
-        ends = batch.decode_lengths
-        tokens = torch.arange(count, device=ends.device)
-        tiles = cut(batch.decode_rows, tokens, ends - 1, ends, count, PREFILL_BLOCK_M)
-        return [partial(self._attend_chunks, batch, tiles, None, count)]
+        return [partial(self._attend_decodes, batch)] if batch.num_decodes else []
 
     def chunks(self, batch: AttentionBatch) -> list[Part]:
         """The work for the chunks; empty where there are none."""

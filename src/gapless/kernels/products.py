@@ -70,12 +70,13 @@ def product(
     gated: bool = False,
     add_to: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    order_free: bool = False,
 ) -> torch.Tensor:
     """x [m, K] times weight [N, K] (gated: [2 * N, K]), in x's dtype unless a different one is given.
 
     With `num_squares`, rows of x are first normalized by the sums of squares in the workspace; with `add_to`, the
     result is added to it in place, and its sums of squares are left in the workspace, one for each tile of columns.
-    Not both: sums would be written over while others still read them.
+    Not both: sums would be written over while others still read them. `order_free`: of squares, see kernels/order_free.
     """
     assert num_squares == 0 or add_to is None
     num_rows, inner = x.shape
@@ -98,6 +99,7 @@ def product(
         assert num_tiles * row_tiles <= COUNTERS
         assert tiling.splits * columns * row_tiles * tiling.block_m <= PARTS
     shape |= {"BLOCK_M": tiling.block_m, "SPLITS": tiling.splits, "TRIGGER_EARLY": tiling.triggers_early}
+    shape |= {"ORDER_FREE": order_free}
     scratch = (workspace.parts, workspace.counters, squares, squares, num_rows, num_squares, eps)
     if tiling.kernel == "ring":
         assert row_tiles == 1

@@ -15,10 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from gapless.kernels import order_free
+
 _sync = getattr(gl, "barrier", None) or gl.thread_barrier
 _copy_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
+SUM_BITS, LEAST_EXPONENT = gl.constexpr(order_free.SUM_BITS.value), gl.constexpr(order_free.LEAST_EXPONENT.value)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 STEP = gl.constexpr(64)  # of the inner dimension, that the matrix units take at a time
 
@@ -62,6 +65,18 @@ def _multiply(
 
 
 @gluon.jit
+def _any_sum(values, axis: gl.constexpr, ORDER_FREE: gl.constexpr):
+    """The sum over an axis, as `order_free.any_sum`."""
+    if not ORDER_FREE:
+        return gl.sum(values, axis=axis)
+    largest = gl.max(values, axis=axis).to(gl.int32, bitcast=True)
+    exponent = gl.maximum(largest >> 23, LEAST_EXPONENT)
+    inverse = ((-exponent + SUM_BITS + 254) << 23).to(gl.float32, bitcast=True)
+    total = gl.sum((values * gl.expand_dims(inverse, axis) + 0.5).to(gl.int32), axis=axis)
+    return total.to(gl.float32) * ((exponent - SUM_BITS) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _join(
     acc, parts, counters, tile, split,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr,
@@ -88,7 +103,7 @@ def ring_product(
     x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps,
     N: gl.constexpr, K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     NUM_STAGES: gl.constexpr, SPLITS: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
-    MAX_SQUARES: gl.constexpr, SQUARES_STRIDE: gl.constexpr, TRIGGER_EARLY: gl.constexpr,
+    MAX_SQUARES: gl.constexpr, SQUARES_STRIDE: gl.constexpr, TRIGGER_EARLY: gl.constexpr, ORDER_FREE: gl.constexpr,
 ):  # fmt: skip
     """One tile of columns and all rows, over one part of the inner dimension, as `skinny.product`.
 
@@ -167,7 +182,7 @@ def ring_product(
         is_last, acc = _join(acc, parts, counters, tile, split, BLOCK_M, BLOCK_N, SPLITS, mma)
     if is_last:
         if NORM:
-            total = gl.convert_layout(gl.sum(sums, axis=0), gl.SliceLayout(1, mma))
+            total = gl.convert_layout(_any_sum(sums, 0, ORDER_FREE), gl.SliceLayout(1, mma))
             scale = gl.rsqrt(total / K + eps)[:, None]
             acc = acc * scale
             acc_up = acc_up * scale
@@ -179,5 +194,5 @@ def ring_product(
         gl.store(out + at, value, mask=mask)
         if ADD:
             kept = value.to(gl.float32)
-            squares = gl.sum(gl.where(mask, kept * kept, 0.0), axis=1)
+            squares = _any_sum(gl.where(mask, kept * kept, 0.0), 1, ORDER_FREE)
             gl.store(squares_out + tile * SQUARES_STRIDE + row, squares)

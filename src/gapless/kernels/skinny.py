@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from gapless.kernels.launch import launch_dependents_and_wait, prefetch
+from gapless.kernels.order_free import any_sum
 
 
 @triton.jit
@@ -53,11 +54,12 @@ def product(
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, MAX_SQUARES: tl.constexpr,
     SQUARES_STRIDE: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PREFETCHES: tl.constexpr, TRIGGER_EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    ORDER_FREE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of columns and rows, over one part of the inner dimension.
 
     GATED: the weight has gate rows, then up rows.
+    ORDER_FREE: sums of squares do not depend on the tile (kernels/order_free).
     TRIGGER_EARLY: the next kernel may be launched at once, not only when the weights are read.
     """
     tile = tl.program_id(0)
@@ -99,19 +101,20 @@ def product(
         is_last, acc = _join(acc, parts, counters, tile, split, BLOCK_M, BLOCK_N, SPLITS)
     if is_last:
         if NORM:
-            scale = tl.rsqrt(tl.sum(sums, axis=0) / K + eps)[:, None]
+            scale = tl.rsqrt(any_sum(sums, 0, ORDER_FREE) / K + eps)[:, None]
             acc = acc * scale
             if GATED:
                 acc_up = acc_up * scale
         if GATED:
-            acc = acc * tl.sigmoid(acc) * acc_up
+            acc = acc / (1.0 + tl.exp(-acc)) * acc_up
         if ADD:
             acc += residual.to(tl.float32)
         value = acc.to(out.dtype.element_ty)
         tl.store(out + at, value, mask=mask)
         if ADD:
             kept = value.to(tl.float32)
-            tl.store(squares_out + tile * SQUARES_STRIDE + row, tl.sum(tl.where(mask, kept * kept, 0.0), axis=1))
+            squares = any_sum(tl.where(mask, kept * kept, 0.0), 1, ORDER_FREE)
+            tl.store(squares_out + tile * SQUARES_STRIDE + row, squares)
 
 
 @triton.jit

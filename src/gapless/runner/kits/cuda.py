@@ -11,13 +11,14 @@ import logging
 import torch
 
 from gapless.attention.base import Attention
+from gapless.attention.invariant import InvariantAttention
 from gapless.attention.triton import TritonAttention
 from gapless.config import EngineOptions
 from gapless.device.base import Device
 from gapless.device.cuda import replay_s
-from gapless.kernels.batch_invariant import batch_invariant_product
 from gapless.kernels.cublas import product_shapes
 from gapless.models.config import ModelConfig
+from gapless.models.invariant_layers import InvariantLayers
 from gapless.models.layers import Layers
 from gapless.models.loader import load_model
 from gapless.models.skinny_layers import SkinnyLayers
@@ -75,23 +76,18 @@ class CudaKit:
 
 def make_layers(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool) -> Layers:
     """The parts of a decoder layer. Batch-invariant: a row's result does not depend on other rows."""
-    if batch_invariant:
-        return SkinnyLayers(device, fused=False, plain=batch_invariant_product)
-    return SkinnyLayers(device, fused=dtype != torch.float32)
+    fused = dtype != torch.float32
+    return InvariantLayers(device, fused=fused) if batch_invariant else SkinnyLayers(device, fused=fused)
 
 
 def choose_attention(device: Device, kv: KVStore, resolved: Resolved) -> tuple[Attention, str]:
     """The attention, and in words which one it is and why."""
     limits, config = resolved.limits, resolved.model
-    own = TritonAttention(
-        kv.pools,
-        limits.block_size,
-        config.num_heads,
-        config.layers[0].attention.scale,
-        num_rows=limits.num_rows,
-        num_cores=device.num_cores,
-        batch_invariant=resolved.batch_invariant,
-    )
+    scale = config.layers[0].attention.scale
+    sizes = kv.pools, limits.block_size, config.num_heads, scale, limits.num_rows, device.num_cores
+    if resolved.batch_invariant:
+        return InvariantAttention(*sizes, limits.max_model_len), "attention: triton (batch-invariant)"
+    own = TritonAttention(*sizes)
     attention, choice = make_attention(own, config.num_heads, limits, resolved.attention, replay_s, device.as_launch)
     log.info("%s", choice)
     return attention, str(choice)
