@@ -98,3 +98,22 @@ def test_warps_follow_what_a_program_holds(
 ) -> None:
     pools = [torch.zeros(4, 2 * num_kv_heads, head_dim, dtype=dtype, device=DEVICE)]
     assert TritonAttention(pools, BLOCK_SIZE, num_heads, 1.0, 8, 132).num_warps == expected
+
+
+@pytest.mark.parametrize("head_dim", [16, 24])
+def test_keys_that_all_tokens_see_need_no_mask(head_dim: int) -> None:
+    """In 16 bits they are taken in apart from the others: tiles of 64 tokens after none, one and several of them."""
+    shape = Shape(4, 2, head_dim, (), ((0, 200), (63, 70), (64, 1), (191, 66)))
+    generator = torch.Generator().manual_seed(3)
+    batch, num_slots = make_batch(shape, generator)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, head_dim, generator=generator).to(DEVICE, torch.float16)
+
+    pool, heads = draw(num_slots, 4), draw(len(batch.slots), 8)
+    rotation = RotaryRotation(draw(len(batch.slots), 2), None, 1e-5)
+    pools = [pool.clone(), pool.clone()]
+    expected = ReferenceAttention(pools[:1], BLOCK_SIZE, [shape.spec()]).begin(batch)(0, heads, rotation)
+    attention = TritonAttention(pools[1:], BLOCK_SIZE, 4, head_dim**-0.5, num_rows=4, num_cores=4)
+    found = attention.begin(batch)(0, heads, rotation)
+    torch.testing.assert_close(found, expected, atol=0.01, rtol=0.01)

@@ -235,6 +235,34 @@ def _add_up(
 
 
 @triton.jit
+def _take_in_tile(
+    query, pool, table, begin, last, kv_head, dim, place, scale, top, total, acc,
+    NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of keys, from place `begin` on, to a running softmax. WHOLE: every token sees all of them.
+
+    Both kinds round alike, so that a token's sums do not depend on the tile of tokens that it is in.
+    """
+    key = begin + tl.arange(0, BLOCK_N)
+    if WHOLE and HEAD_DIM == BLOCK_D:
+        slot = tl.load(table + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
+        at = pool + (slot[:, None] * 2 * NUM_KV + kv_head) * HEAD_DIM + dim[None, :]
+        k, v = tl.load(at), tl.load(at + NUM_KV * HEAD_DIM)
+    else:
+        k, v = _keys_and_values(pool, table, begin, last, kv_head, dim, NUM_KV, HEAD_DIM, BLOCK_SIZE, BLOCK_N)
+    scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
+    if not WHOLE:
+        scores = tl.where(key[None, :] <= place[:, None], scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    fade = tl.exp2(tl.fma(top, scale, -new_top * scale))
+    weight = tl.exp2(tl.fma(scores, scale, -new_top[:, None] * scale))
+    total = total * fade + tl.sum(weight, axis=1)
+    acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit
 def prefill(
     q, pool, blocks, tiles, out, scale, table_stride,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -253,7 +281,6 @@ def prefill(
         kv_head = head // (NUM_HEADS // NUM_KV)
         member = tl.arange(0, BLOCK_M)
         dim = tl.arange(0, BLOCK_D)
-        step = tl.arange(0, BLOCK_N)
         place = start + member
         mask = (place < last)[:, None] & (dim < HEAD_DIM)[None, :]
         at = ((token + member[:, None]) * NUM_HEADS + head) * HEAD_DIM + dim[None, :]
@@ -262,15 +289,17 @@ def prefill(
         top = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for begin in range(0, last, BLOCK_N):
-            key = begin + step
-            seen = key < last
-            slot = tl.load(table + key // BLOCK_SIZE, mask=seen, other=0) * BLOCK_SIZE + key % BLOCK_SIZE
-            base = pool + (slot[:, None] * 2 * NUM_KV + kv_head) * HEAD_DIM + dim[None, :]
-            kv_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
-            k = tl.load(base, mask=kv_mask, other=0.0)
-            v = tl.load(base + NUM_KV * HEAD_DIM, mask=kv_mask, other=0.0)
-            scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
-            scores = tl.where(key[None, :] <= place[:, None], scores, -float("inf"))
-            top, total, acc = _take_in(scores, v, top, total, acc, PRECISION)
+        whole = 0
+        if PRECISION != "ieee":  # float32 without matrix units becomes so much code that it is not worth it twice
+            whole = (start + 1) // BLOCK_N * BLOCK_N
+            for begin in range(0, whole, BLOCK_N):
+                top, total, acc = _take_in_tile(
+                    query, pool, table, begin, last, kv_head, dim, place, scale, top, total, acc,
+                    NUM_KV, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, PRECISION, True,
+                )  # fmt: skip
+        for begin in range(whole, last, BLOCK_N):
+            top, total, acc = _take_in_tile(
+                query, pool, table, begin, last, kv_head, dim, place, scale, top, total, acc,
+                NUM_KV, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, PRECISION, False,
+            )  # fmt: skip
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)

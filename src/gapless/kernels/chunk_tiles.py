@@ -73,7 +73,10 @@ def cut(
     num_tokens: int,
     tokens_a_tile: int,
 ) -> torch.Tensor:
-    """The table [1 + max_tiles, SIZE] of chunks that have at most `num_tokens` tokens together. int32"""
+    """The table [1 + max_tiles, SIZE] of chunks that have at most `num_tokens` tokens together. int32
+
+    Made without PDL: kernels read it before they wait for the kernel before them.
+    """
     num_chunks = len(rows)
     max_tiles = num_tokens // tokens_a_tile + num_chunks
     tiles = torch.empty(1 + max_tiles, SIZE.value, dtype=torch.int32, device=rows.device)

@@ -97,7 +97,7 @@ def _produce(
     VALUES: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEADS_A_ITEM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Request what the work items need, in the order in which they need it: values, or keys and queries."""
+    """Request what the work items need, in the order in which they need it: keys, or queries and values."""
     tokens: gl.constexpr = 2 * HALF // HEADS_A_ITEM
     q_tiles, q_full, q_free = queries
     count = 0
@@ -106,16 +106,12 @@ def _produce(
     token, first, end, head = _item(tiles, number, True, HEADS_A_ITEM, NUM_HEADS)
     row = _row(tiles, number, True, HEADS_A_ITEM, NUM_HEADS)
     num_items = gl.load(tiles) * (NUM_HEADS // HEADS_A_ITEM)
+    gdc_wait()  # all that came before is written from here on; the table of tiles has been since the step began
     while number < num_items:
         table = blocks + row.to(gl.int64) * table_stride
         column = head // (NUM_HEADS // NUM_KV) * HEAD_DIM
-        begin = (gl.minimum(first + tokens, end) - 1) // BLOCK_N * BLOCK_N
         if VALUES:
             column += NUM_KV * HEAD_DIM
-        else:
-            _fetch(pool, table, ring, count, begin, end, column, BLOCK_N, BOX, STAGES, HEAD_DIM)
-            count += 1
-            begin -= BLOCK_N
             for i in gl.static_range(2):
                 mbarrier.wait(q_free.index(i), turn & 1 ^ 1)
                 mbarrier.expect(q_full.index(i), HALF * HEAD_DIM * 2)
@@ -123,6 +119,7 @@ def _produce(
                     _copy_tile(q, [token, (head + i) * HEAD_DIM], q_full.index(i), q_tiles.index(i))
                 else:
                     _copy_tile(q, [token + i * HALF, head * HEAD_DIM], q_full.index(i), q_tiles.index(i))
+        begin = (gl.minimum(first + tokens, end) - 1) // BLOCK_N * BLOCK_N
         while begin >= 0:
             _fetch(pool, table, ring, count, begin, end, column, BLOCK_N, BOX, STAGES, HEAD_DIM)
             count += 1
@@ -199,6 +196,7 @@ def _consume(
     number = _number(turn)
     token, first, end, head = _item(tiles, number, True, HEADS_A_ITEM, NUM_HEADS)
     num_items = gl.load(tiles) * (NUM_HEADS // HEADS_A_ITEM)
+    gdc_wait()
     while number < num_items:
         last = gl.minimum(first + tokens, end)
         if HEADS_A_ITEM == 2:
@@ -282,7 +280,6 @@ def prefill(
     keys = (gl.allocate_shared_memory(q.dtype, tile, q.layout), _barriers(STAGES, 1), _barriers(STAGES, 2))
     values = (gl.allocate_shared_memory(q.dtype, tile, q.layout), _barriers(STAGES, 1), _barriers(STAGES, 2))
     _sync()
-    gdc_wait()  # all that came before is written from here on
     gl.warp_specialize(
         [
             (_consume, (out, tiles, scale, queries, keys, values,

@@ -1,7 +1,8 @@
-"""The attention of chunks on the GPU it is for, against plain torch in float32; all that it must not read is NaN."""
+"""The attention of chunks, for Hopper and for any GPU, against plain torch in float32; what it must not read is NaN."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -25,7 +26,7 @@ class Shape:
 
 
 ODD = ((0, 131), (5, 77), (200, 3), (127, 65), (0, 64), (16, 128))
-SHAPES = {
+HOPPER = {
     "one token": Shape(((0, 1),)),
     "odd lengths": Shape(ODD),
     "a long prompt": Shape(((0, 3001),)),
@@ -37,6 +38,10 @@ SHAPES = {
     "five heads for each KV head": Shape(ODD, num_heads=10, num_kv_heads=2),
     "blocks of 8": Shape(ODD, block_size=8),
     "blocks of 64 in float16": Shape(ODD, block_size=64, dtype=torch.float16),
+}
+OTHERS = {
+    "heads of 80": Shape(ODD, head_dim=80),
+    "blocks of 24": Shape(ODD, block_size=24, dtype=torch.float16),
 }
 
 
@@ -89,18 +94,47 @@ class Scene:
         return scores.softmax(dim=1) @ v
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_equals_torch(name: str) -> None:
+def for_hopper(shape: Shape, scale: float) -> Callable[[Scene, Scene], None]:
+    """The kernel in Gluon: queries and tiles of one scene over the pool of another."""
     from gapless.attention.triton import hopper_prefill
 
-    scene, shape = Scene(SHAPES[name]), SHAPES[name]
     kernel = hopper_prefill()
-    if kernel is None or not kernel.is_for(scene.pool, shape.block_size):
+    pool = torch.empty(shape.block_size, 2 * shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
+    if kernel is None or not kernel.is_for(pool, shape.block_size):
         pytest.skip("needs Hopper")
-    torch.backends.cuda.matmul.allow_tf32 = False
+    attend = kernel(pool, shape.block_size, shape.num_heads, scale * 1.4426950408889634, 132)
+    return lambda scene, of: attend(scene.q, of.pool, of.blocks, scene.tiles(attend.tokens_a_tile), scene.out)
+
+
+def for_any(shape: Shape, scale: float) -> Callable[[Scene, Scene], None]:
+    """The kernel in Triton."""
+    from triton import next_power_of_2
+
+    from gapless.kernels.attention import prefill
+    from gapless.kernels.chunk_tiles import SIZE
+
+    def attend(scene: Scene, of: Scene) -> None:
+        tiles = scene.tiles(64)
+        prefill[(shape.num_heads, len(tiles) - 1)](
+            scene.q, of.pool, of.blocks, tiles, scene.out, scale * 1.4426950408889634, of.blocks.stride(0),
+            NUM_HEADS=shape.num_heads, NUM_KV=shape.num_kv_heads, HEAD_DIM=shape.head_dim,
+            BLOCK_D=next_power_of_2(shape.head_dim), BLOCK_SIZE=shape.block_size, BLOCK_M=64, BLOCK_N=64,
+            PRECISION="tf32", SIZE=SIZE.value, num_warps=4, num_stages=2,
+        )  # fmt: skip
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [*((name, for_hopper) for name in HOPPER), *((name, for_any) for name in ("odd lengths", *OTHERS))],
+)
+def test_equals_torch(name: str, make: Callable[[Shape, float], Callable[[Scene, Scene], None]]) -> None:
+    shape = (HOPPER | OTHERS)[name]
     scale = 1.7 * shape.head_dim**-0.5
-    attend = kernel(scene.pool, shape.block_size, shape.num_heads, scale * 1.4426950408889634, 132)
-    attend(scene.q, scene.pool, scene.blocks, scene.tiles(attend.tokens_a_tile), scene.out)
+    attend, scene = make(shape, scale), Scene(shape)
+    attend(scene, scene)
+    torch.backends.cuda.matmul.allow_tf32 = False
     limit = 8e-3 if shape.dtype == torch.bfloat16 else 1e-3
     for chunk in range(len(shape.chunks)):
         for head in range(shape.num_heads):
@@ -112,19 +146,15 @@ def test_equals_torch(name: str) -> None:
     assert scene.out[scene.offsets[-1] :].isnan().all()
 
 
-def test_tokens_alone_are_as_in_company() -> None:
+@pytest.mark.parametrize("make", [for_hopper, for_any])
+def test_tokens_alone_are_as_in_company(make: Callable[[Shape, float], Callable[[Scene, Scene], None]]) -> None:
     """Bit for bit: a token's sums do not depend on the chunk that it came in."""
-    from gapless.attention.triton import hopper_prefill
-
     length = 700
     whole = Scene(Shape(((0, length),), num_heads=16))
-    kernel = hopper_prefill()
-    if kernel is None or not kernel.is_for(whole.pool, 16):
-        pytest.skip("needs Hopper")
-    attend = kernel(whole.pool, 16, 16, 0.1, 132)
-    attend(whole.q, whole.pool, whole.blocks, whole.tiles(attend.tokens_a_tile), whole.out)
+    attend = make(whole.shape, 0.1)
+    attend(whole, whole)
     for start, count in ((length - 1, 1), (333, 100), (128, 500)):
         part = Scene(Shape(((start, count),), num_heads=16))
         part.q[FIRST : FIRST + count] = whole.q[FIRST + start : FIRST + start + count]
-        attend(part.q, whole.pool, whole.blocks, part.tiles(attend.tokens_a_tile), part.out)
+        attend(part, whole)
         assert torch.equal(part.out[FIRST : FIRST + count], whole.out[FIRST + start : FIRST + start + count])
