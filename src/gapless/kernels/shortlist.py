@@ -63,14 +63,17 @@ class Figures:
 
     @classmethod
     def empty(cls, logits: torch.Tensor, sizes: ShortlistSizes) -> Figures:
-        shapes = {"maxima": torch.float32, "sums": torch.float32, "near": torch.int32}
-        tiled = {name: (sizes.num_tiles(logits.shape[1]), dtype) for name, dtype in shapes.items()}
-        listed = {"values": (sizes.room, torch.float32), "ids": (sizes.room, torch.int32)}
-        made = {
-            name: torch.empty(len(logits), width, dtype=dtype, device=logits.device)
-            for name, (width, dtype) in (tiled | listed).items()
-        }
-        return cls(**made)
+        def made(width: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(len(logits), width, dtype=dtype, device=logits.device)
+
+        tiles, floats, ints = sizes.num_tiles(logits.shape[1]), torch.float32, torch.int32
+        return cls(
+            made(tiles, floats),
+            made(tiles, floats),
+            made(tiles, ints),
+            made(sizes.room, floats),
+            made(sizes.room, ints),
+        )
 
     def all(self) -> tuple[torch.Tensor, ...]:
         """In the order of the kernels' arguments."""
