@@ -190,9 +190,9 @@ def test_any_row_gets_the_token_of_the_torch_sampler(
         assert token == expected[i] or (expected[i] != NO_SAMPLE and not oracles.is_clear(*asked))
 
 
-@pytest.mark.parametrize("kind", ["drawn", "all filters", "top_p"])
+@pytest.mark.parametrize("kind", ["drawn", "all filters"])
 def test_tokens_come_as_often_as_they_are_likely(kind: str) -> None:
-    count = 20_000 if IS_GPU else 200
+    count = 20_000 if IS_GPU else 150
     params = replace(KINDS[kind], top_k=6 if KINDS[kind].top_k else 0)
     one = np.random.default_rng(8).normal(0, 1, 10).astype(np.float32)
     seats, _ = make_seats([params], seeds=[5])

@@ -21,7 +21,7 @@ from gapless.core.plan import NO_SAMPLE
 from gapless.core.row_fields import SEAT_WORDS
 from gapless.kernels.inverse import slot_at, uniform_of
 from gapless.kernels.launch import launch_dependents_and_wait, pdl
-from gapless.kernels.row_passes import UNSETTLED, pick_by_passes
+from gapless.kernels.row_passes import UNALIGNED, UNSETTLED, pick_by_passes
 from gapless.kernels.shortlist import (
     SIZES,
     Figures,
@@ -31,6 +31,7 @@ from gapless.kernels.shortlist import (
     list_from,
     load_list,
     look,
+    num_forbidden,
     sum_tiles,
     survey_columns,
     top_k_of,
@@ -42,7 +43,7 @@ SPARE = tl.constexpr(0.25)  # of the mass that top-p leaves out: a shortlist rea
 MAX_REGISTERS = 128  # a thread's; two programs fit on a multiprocessor then
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _survey(
     logits, rows, places, temperatures, top_ks, stop_ids, min_total, maxima, sums,
     VOCAB: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, NUM_TILES: tl.constexpr, NUM_STOPS: tl.constexpr,
@@ -52,9 +53,9 @@ def _survey(
     launch_dependents_and_wait(PDL)
     i = tl.program_id(0).to(tl.int64)
     seat = tl.load(rows + i) * SEAT_WORDS
-    is_early = tl.load(places + i) + 1 < tl.load(min_total + seat)
+    num_stops = num_forbidden(tl.load(places + i), min_total + seat, stop_ids + seat, NUM_STOPS)
     tile, column = survey_columns(TILE, SPAN)
-    x = look(logits + i * VOCAB, column, stop_ids + seat, is_early, VOCAB, NUM_STOPS)
+    x = look(logits + i * VOCAB, column, stop_ids + seat, num_stops, VOCAB)
     largest = tl.max(x, axis=1)
     tl.store(maxima + i * NUM_TILES + tile, largest, mask=tile < NUM_TILES)
     temperature = tl.load(temperatures + seat)
@@ -95,9 +96,9 @@ def _draw_listed(values, ids, count, top, warmth, top_k, total, top_p, floor, un
 
 @triton.jit
 def _draw_filtered(
-    base, stops, is_early, largest, mass, near, values, ids, top, warmth, top_k, total, top_p, floor, uniform,
+    base, stops, num_stops, largest, mass, near, values, ids, top, warmth, top_k, total, top_p, floor, uniform,
     VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
-    FIRST: tl.constexpr, ROOM: tl.constexpr, NUM_STOPS: tl.constexpr,
+    FIRST: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """The token of a row with filters; UNSETTLED where the longest shortlist does not show all that they keep."""
     goal = tl.where((top_k > 0) | (top_p >= 1), 0.0, total * (top_p + (1 - top_p) * SPARE)).to(tl.float32)
@@ -108,8 +109,8 @@ def _draw_filtered(
         limit = limit_for(largest, top, least, mass, goal)
         limit = tl.where(top_k > 0, limit, tl.where(top_p < 1, tl.maximum(limit, floor), floor))
         count = list_from(
-            limit, base, largest, near, values, ids, stops, is_early,
-            VOCAB, TILE, NUM_TILES, TILES, CHUNK, ROOM, NUM_STOPS,
+            limit, base, largest, near, values, ids, stops, num_stops,
+            VOCAB, TILE, NUM_TILES, TILES, CHUNK, ROOM,
         )  # fmt: skip
         x, _ = load_list(values, ids, count, ROOM)
         listed = tl.sum(tl.exp((x - top) * warmth), axis=0)
@@ -119,35 +120,38 @@ def _draw_filtered(
         least = tl.where(count <= ROOM, 4 * least, ROOM + 1)
     token = tl.full([], UNSETTLED, tl.int32)
     if is_enough:
-        token = _draw_listed(values, ids, count, top, warmth, top_k, total, top_p, floor, uniform, ROOM)
+        if count <= ROOM // 4:  # most lists are short
+            token = _draw_listed(values, ids, count, top, warmth, top_k, total, top_p, floor, uniform, ROOM // 4)
+        else:
+            token = _draw_listed(values, ids, count, top, warmth, top_k, total, top_p, floor, uniform, ROOM)
     return token
 
 
 @triton.jit
 def _draw_unfiltered(
-    base, stops, is_early, mass, top, warmth, target,
-    VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, NUM_STOPS: tl.constexpr,
+    base, stops, num_stops, mass, top, warmth, target,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The token of a row without filters: the tile in which the sum of weights passes `target`, and the token there."""
     tile, before = slot_at(mass, target, TILES)
-    x = look(base, tile * TILE + tl.arange(0, TILE), stops, is_early, VOCAB, NUM_STOPS)
+    x = look(base, tile * TILE + tl.arange(0, TILE), stops, num_stops, VOCAB)
     slot, _ = slot_at(tl.exp((x - top) * warmth), target - before, TILE)
     return tile * TILE + slot
 
 
 @triton.jit
 def _first_of_largest(
-    base, stops, is_early, largest, top,
-    VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, NUM_STOPS: tl.constexpr,
+    base, stops, num_stops, largest, top,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The first token that has the largest logit."""
     tile = tl.min(tl.where(largest == top, tl.arange(0, TILES), TILES), axis=0)
     column = tile * TILE + tl.arange(0, TILE)
-    x = look(base, column, stops, is_early, VOCAB, NUM_STOPS)
+    x = look(base, column, stops, num_stops, VOCAB)
     return tl.min(tl.where(x == top, column, VOCAB), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _pick(
     logits, rows, places, temperatures, top_ps, min_ps, top_ks, seeds, stop_ids, min_total,
     maxima, sums, near, values, ids, tokens,
@@ -163,7 +167,7 @@ def _pick(
     base = logits + i * VOCAB
     stops = stop_ids + seat
     place = tl.load(places + i)
-    is_early = place + 1 < tl.load(min_total + seat)
+    num_stops = num_forbidden(place, min_total + seat, stops, NUM_STOPS)
     tile = i * NUM_TILES + tl.arange(0, TILES)
     here = tl.arange(0, TILES) < NUM_TILES
     largest = tl.load(maxima + tile, mask=here, other=-float("inf"))
@@ -183,17 +187,15 @@ def _pick(
             total = tl.sum(mass.to(tl.float64), axis=0)
             if (top_k > 0) | (top_p < 1) | (floor > -float("inf")):
                 token = _draw_filtered(
-                    base, stops, is_early, largest, mass, near + i * NUM_TILES, values + i * ROOM, ids + i * ROOM,
+                    base, stops, num_stops, largest, mass, near + i * NUM_TILES, values + i * ROOM, ids + i * ROOM,
                     top, warmth, top_k, total, top_p, floor, uniform,
-                    VOCAB, TILE, NUM_TILES, TILES, CHUNK, FIRST, ROOM, NUM_STOPS,
+                    VOCAB, TILE, NUM_TILES, TILES, CHUNK, FIRST, ROOM,
                 )  # fmt: skip
             else:
                 target = uniform * total
-                token = _draw_unfiltered(
-                    base, stops, is_early, mass, top, warmth, target, VOCAB, TILE, TILES, NUM_STOPS
-                )
+                token = _draw_unfiltered(base, stops, num_stops, mass, top, warmth, target, VOCAB, TILE, TILES)
         else:
-            token = _first_of_largest(base, stops, is_early, largest, top, VOCAB, TILE, TILES, NUM_STOPS)
+            token = _first_of_largest(base, stops, num_stops, largest, top, VOCAB, TILE, TILES)
     tl.store(tokens + i, token.to(tl.int64))
 
 

@@ -10,8 +10,20 @@ import triton.language as tl
 
 from gapless.kernels.inverse import slot_at, uniform_of
 from gapless.kernels.launch import launch_dependents_and_wait
-from gapless.kernels.shortlist import float_of, floor_of_min_p, key_of, look, top_k_of, warmth_of, weigh
+from gapless.kernels.shortlist import (
+    admit,
+    fetch,
+    float_of,
+    floor_of_min_p,
+    key_of,
+    look,
+    num_forbidden,
+    top_k_of,
+    warmth_of,
+    weigh,
+)
 
+UNALIGNED = ["rows", "places"]  # they may begin anywhere in a buffer, and no variant is compiled for it
 UNSETTLED = tl.constexpr(-2)  # in place of a token
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite number
 
@@ -29,8 +41,8 @@ def _limits(low, high, by_key):
 
 @triton.jit
 def _floor(
-    base, stops, is_early, top, warmth, below, wanted, by_mass,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr,
+    base, stops, num_stops, top, warmth, below, wanted, by_mass,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The smallest of the largest logits that together reach `wanted`, by number or by weight from `below` up.
 
@@ -50,16 +62,17 @@ def _floor(
         sum_3 = tl.zeros([BLOCK], tl.float32)
         least = tl.full([BLOCK], float("inf"), tl.float32)
         most = tl.full([BLOCK], -float("inf"), tl.float32)
-        x = look(base, column, stops, is_early, VOCAB, NUM_STOPS)
-        for start in range(BLOCK, VOCAB + BLOCK, BLOCK):
-            following = look(base, start + column, stops, is_early, VOCAB, NUM_STOPS)
+        fetched = fetch(base, column, VOCAB)
+        for start in range(0, VOCAB, BLOCK):
+            following = fetch(base, start + BLOCK + column, VOCAB)
+            x = admit(fetched, start + column, stops, num_stops)
             amount = tl.where(by_mass, tl.exp((x - top) * warmth), 1.0)
             sum_1 += tl.where(x >= first, amount, 0.0)
             sum_2 += tl.where(x >= second, amount, 0.0)
             sum_3 += tl.where(x >= third, amount, 0.0)
             least = tl.minimum(least, tl.where(x >= low, x, float("inf")))
             most = tl.maximum(most, tl.where(x < high, x, -float("inf")))
-            x = following
+            fetched = following
         smallest = tl.min(least, axis=0)
         largest = tl.max(most, axis=0)
         reached_1 = tl.sum(sum_1, axis=0) >= wanted
@@ -70,26 +83,24 @@ def _floor(
         )
         high = tl.where(reached_3, high, tl.where(reached_2, third, tl.where(reached_1, second, first)))
         by_key = by_key == 0
-    return smallest
+    return tl.minimum(smallest, top)  # the likeliest token stays, however little is wanted
 
 
 @triton.jit
-def _mass(base, stops, is_early, top, warmth, floor, VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr):
+def _mass(base, stops, num_stops, top, warmth, floor, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Sum of all weights."""
     column = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    x = look(base, column, stops, is_early, VOCAB, NUM_STOPS)
-    for start in range(BLOCK, VOCAB + BLOCK, BLOCK):
-        following = look(base, start + column, stops, is_early, VOCAB, NUM_STOPS)
-        total += weigh(x, top, warmth, floor)
-        x = following
+    fetched = fetch(base, column, VOCAB)
+    for start in range(0, VOCAB, BLOCK):
+        following = fetch(base, start + BLOCK + column, VOCAB)
+        total += weigh(admit(fetched, start + column, stops, num_stops), top, warmth, floor)
+        fetched = following
     return tl.sum(total.to(tl.float64), axis=0)
 
 
 @triton.jit
-def _token_at(
-    base, stops, is_early, top, warmth, floor, target, VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr
-):
+def _token_at(base, stops, num_stops, top, warmth, floor, target, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The token at which the running sum of weights passes `target`."""
     column = tl.arange(0, BLOCK)
     start = tl.full([], 0, tl.int32)
@@ -97,18 +108,18 @@ def _token_at(
     before = tl.full([], 0.0, tl.float64)
     after = before
     while (start < VOCAB) & (after <= target):
-        x = look(base, start + column, stops, is_early, VOCAB, NUM_STOPS)
-        mass = tl.sum(weigh(x, top, warmth, floor).to(tl.float64), axis=0)
+        x = look(base, start + column, stops, num_stops, VOCAB)
+        mass = tl.sum(weigh(x, top, warmth, floor), axis=0).to(tl.float64)
         last = tl.where(mass > 0, start, last)
         before = tl.where(mass > 0, after, before)
         after += mass
         start += BLOCK
-    x = look(base, last + column, stops, is_early, VOCAB, NUM_STOPS)
+    x = look(base, last + column, stops, num_stops, VOCAB)
     slot, _ = slot_at(weigh(x, top, warmth, floor), target - before, BLOCK)
     return last + slot
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def pick_by_passes(
     logits, rows, places, temperatures, top_ps, min_ps, top_ks, seeds, stop_ids, min_total, maxima, tokens,
     VOCAB: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr,
@@ -123,7 +134,7 @@ def pick_by_passes(
         base = logits + i * VOCAB
         stops = stop_ids + seat
         place = tl.load(places + i)
-        is_early = place + 1 < tl.load(min_total + seat)
+        num_stops = num_forbidden(place, min_total + seat, stops, NUM_STOPS)
         tile = tl.arange(0, TILES)
         largest = tl.load(maxima + i * NUM_TILES + tile, mask=tile < NUM_TILES, other=-float("inf"))
         top = tl.max(largest, axis=0)
@@ -137,11 +148,11 @@ def pick_by_passes(
             if ((top_k > 0) & (by_mass == 0)) | ((top_p < 1) & by_mass):
                 wanted = top_k.to(tl.float32)
                 if by_mass:
-                    kept = _mass(base, stops, is_early, top, warmth, floor, VOCAB, BLOCK, NUM_STOPS)
+                    kept = _mass(base, stops, num_stops, top, warmth, floor, VOCAB, BLOCK)
                     wanted = (kept * top_p).to(tl.float32)
-                floor = _floor(base, stops, is_early, top, warmth, floor, wanted, by_mass, VOCAB, BLOCK, NUM_STOPS)
+                floor = _floor(base, stops, num_stops, top, warmth, floor, wanted, by_mass, VOCAB, BLOCK)
         floor = tl.maximum(floor, floor_of_min_p(top, temperature, tl.load(min_ps + seat)))
         uniform = uniform_of(tl.load(seeds + row * (SEAT_WORDS // 2)), place)
-        target = uniform * _mass(base, stops, is_early, top, warmth, floor, VOCAB, BLOCK, NUM_STOPS)
-        token = _token_at(base, stops, is_early, top, warmth, floor, target, VOCAB, BLOCK, NUM_STOPS)
+        target = uniform * _mass(base, stops, num_stops, top, warmth, floor, VOCAB, BLOCK)
+        token = _token_at(base, stops, num_stops, top, warmth, floor, target, VOCAB, BLOCK)
         tl.store(tokens + i, token.to(tl.int64))

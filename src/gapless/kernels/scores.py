@@ -16,6 +16,7 @@ from gapless.kernels.shortlist import (
     SIZES,
     Figures,
     ShortlistSizes,
+    fetch,
     limit_for,
     list_from,
     load_list,
@@ -37,7 +38,7 @@ def _survey(
     i = tl.program_id(0).to(tl.int64)
     if tl.load(places + i) >= 0:
         tile, column = survey_columns(TILE, SPAN)
-        x = look(logits + i * VOCAB, column, places, False, VOCAB, 0)
+        x = look(logits + i * VOCAB, column, places, 0, VOCAB)
         largest = tl.max(x, axis=1)
         tl.store(maxima + i * NUM_TILES + tile, largest, mask=tile < NUM_TILES)
         tl.store(sums + i * NUM_TILES + tile, sum_tiles(x, largest, 1.0), mask=tile < NUM_TILES)
@@ -47,9 +48,11 @@ def _survey(
 def _num_larger(base, own, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """How many logits of a row are larger than one of them."""
     larger = tl.zeros([BLOCK], tl.int32)
+    fetched = fetch(base, tl.arange(0, BLOCK), VOCAB)
     for start in range(0, VOCAB, BLOCK):
-        x = look(base, start + tl.arange(0, BLOCK), base, False, VOCAB, 0)
-        larger += (x > own).to(tl.int32)
+        following = fetch(base, start + BLOCK + tl.arange(0, BLOCK), VOCAB)
+        larger += (fetched > own).to(tl.int32)  # which NaN is not
+        fetched = following
     return tl.sum(larger, axis=0)
 
 
@@ -60,7 +63,7 @@ def _next_best(base, above, after, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.full([BLOCK], VOCAB, tl.int32)
     for start in range(0, VOCAB, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = look(base, column, base, False, VOCAB, 0)
+        x = look(base, column, base, 0, VOCAB)
         is_left = ((x < above) | ((x == above) & (column > after))) & (column < VOCAB)
         is_better = is_left & ((x > best) | (place == VOCAB))
         best = tl.where(is_better, x, best)
@@ -105,11 +108,11 @@ def _score(
         ids += i * ROOM
         limit = limit_for(largest, top, tl.maximum(wanted, FIRST), total, 0.0)
         count = list_from(
-            limit, base, largest, near + i * NUM_TILES, values, ids, base, False,
-            VOCAB, TILE, NUM_TILES, TILES, CHUNK, ROOM, 0,
+            limit, base, largest, near + i * NUM_TILES, values, ids, base, 0,
+            VOCAB, TILE, NUM_TILES, TILES, CHUNK, ROOM,
         )  # fmt: skip
         x, token = load_list(values, ids, count, ROOM)
-        own = look(base, tl.maximum(tl.load(tokens + i), 0), base, False, VOCAB, 0)  # NO_SAMPLE has no logit
+        own = look(base, tl.maximum(tl.load(tokens + i), 0), base, 0, VOCAB)  # NO_SAMPLE has no logit
         larger = tl.sum((x > own).to(tl.int32), axis=0)
         if (own < limit) | (count > ROOM):
             larger = _num_larger(base, own, VOCAB, BLOCK)

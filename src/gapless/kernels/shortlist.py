@@ -23,7 +23,7 @@ class ShortlistSizes:
     tile: int = 64  # logits that share a figure
     span: int = 64  # tiles that one program of the survey reads
     chunk: int = 32  # tiles that are read at a time for the shortlist
-    first: int = 64  # tiles that the first shortlist reads, at least
+    first: int = 32  # tiles that the first shortlist reads, at least
     room: int = 1024  # logits on the shortlist at most
     block: int = 4096  # logits at a time when a whole row must be read again
 
@@ -63,14 +63,17 @@ class Figures:
 
     @classmethod
     def empty(cls, logits: torch.Tensor, sizes: ShortlistSizes) -> Figures:
-        shapes = {"maxima": torch.float32, "sums": torch.float32, "near": torch.int32}
-        tiled = {name: (sizes.num_tiles(logits.shape[1]), dtype) for name, dtype in shapes.items()}
-        listed = {"values": (sizes.room, torch.float32), "ids": (sizes.room, torch.int32)}
-        made = {
-            name: torch.empty(len(logits), width, dtype=dtype, device=logits.device)
-            for name, (width, dtype) in (tiled | listed).items()
-        }
-        return cls(**made)
+        def made(width: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(len(logits), width, dtype=dtype, device=logits.device)
+
+        tiles, floats, ints = sizes.num_tiles(logits.shape[1]), torch.float32, torch.int32
+        return cls(
+            made(tiles, floats),
+            made(tiles, floats),
+            made(tiles, ints),
+            made(sizes.room, floats),
+            made(sizes.room, ints),
+        )
 
     def all(self) -> tuple[torch.Tensor, ...]:
         """In the order of the kernels' arguments."""
@@ -78,14 +81,35 @@ class Figures:
 
 
 @triton.jit
-def look(base, column, stops, is_early, VOCAB: tl.constexpr, NUM_STOPS: tl.constexpr):
-    """Logits of one row; -inf for NaN, beyond the vocabulary, and for stop tokens of a row that may not end yet."""
-    x = tl.load(base + column, mask=column < VOCAB, other=-float("inf")).to(tl.float32)
+def num_forbidden(place, min_total, stops, NUM_STOPS: tl.constexpr):
+    """How many stop tokens a row has that must not come at this place yet; they stand before the empty ones."""
+    num_stops = tl.sum((tl.load(stops + tl.arange(0, NUM_STOPS)) >= 0).to(tl.int32), axis=0)
+    return tl.where(place + 1 < tl.load(min_total), num_stops, 0)
+
+
+@triton.jit
+def fetch(base, column, VOCAB: tl.constexpr):
+    """Logits of one row as they are, -inf beyond the vocabulary."""
+    return tl.load(base + column, mask=column < VOCAB, other=-float("inf"))
+
+
+@triton.jit
+def admit(x, column, stops, num_stops):
+    """Logits in float32, -inf for NaN and for the first `num_stops` of the stop tokens.
+
+    As their number is not a constant, a row without forbidden tokens jumps over the loop.
+    """
+    x = x.to(tl.float32)
     x = tl.where(x == x, x, -float("inf"))
-    if is_early:
-        for i in range(NUM_STOPS):
-            x = tl.where(column == tl.load(stops + i), -float("inf"), x)
+    for i in range(num_stops):
+        x = tl.where(column == tl.load(stops + i), -float("inf"), x)
     return x
+
+
+@triton.jit
+def look(base, column, stops, num_stops, VOCAB: tl.constexpr):
+    """The logits of these columns that are a row's to choose from, others as -inf."""
+    return admit(fetch(base, column, VOCAB), column, stops, num_stops)
 
 
 @triton.jit
@@ -169,9 +193,9 @@ def limit_for(maxima, top, least, mass, wanted):
 
 @triton.jit
 def list_from(
-    limit, base, maxima, near, values, ids, stops, is_early,
+    limit, base, maxima, near, values, ids, stops, num_stops,
     VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
-    ROOM: tl.constexpr, NUM_STOPS: tl.constexpr,
+    ROOM: tl.constexpr,
 ):  # fmt: skip
     """List the logits from `limit` up, by their place in the vocabulary; return how many, or some number beyond ROOM.
 
@@ -187,7 +211,7 @@ def list_from(
         slot = start + tl.arange(0, CHUNK)
         tile = tl.load(near + slot, mask=slot < num_near, other=NUM_TILES)
         column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        x = look(base, column, stops, is_early, VOCAB, NUM_STOPS)
+        x = look(base, column, stops, num_stops, VOCAB)
         is_listed = (x >= limit) & (x > -float("inf"))
         listed = is_listed.to(tl.int32)
         in_tile = tl.sum(listed, axis=1)
