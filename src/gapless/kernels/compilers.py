@@ -76,7 +76,16 @@ class Compilers:
         fds = [theirs.fileno() for _, theirs in pairs]
         environment = os.environ | {"TRITON_CACHE_DIR": knobs.cache.dir, "CUDA_VISIBLE_DEVICES": ""}
         code = START.format(path=sys.path, fds=fds)
-        self._process = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=fds)
+        nothing = subprocess.DEVNULL  # the caller meets every error itself
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment,
+            pass_fds=fds,
+            stdin=nothing,
+            stdout=nothing,
+            stderr=nothing,
+            start_new_session=True,  # an interrupt is for the caller, who closes the sockets
+        )
         self._all = [ours for ours, _ in pairs]
         for ours, theirs in pairs:
             theirs.close()
