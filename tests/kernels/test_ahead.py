@@ -13,19 +13,28 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
-PROGRAM = Path(__file__).with_name("without_gpu.py")
+PROGRAM = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from without_gpu import *; "
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def told_by(program: str, cache: Path) -> dict[str, Any]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    environment["TRITON_CACHE_DIR"] = str(cache)
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", PROGRAM], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-c", program], env=environment, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     found: dict[str, Any] = json.loads(ran.stdout)
     return found
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def told(cache: Path) -> dict[str, Any]:
+    return told_by(PROGRAM + "main()", cache)
 
 
 def test_a_rehearsal_finds_every_variant_once(told: dict[str, Any]) -> None:
@@ -46,7 +55,20 @@ def test_afterwards_steps_run_and_compile_nothing(told: dict[str, Any]) -> None:
     assert found["launched_after"] == ["copy", "add", "add", "add", "add"]
     assert found["compiled_later"] == 0
     assert found["compiled"] == 4  # with the other thread's
+    assert found["found_in_cache"] == 0
     assert found["loaded"] == 4
+
+
+def test_other_processes_compiled_them(told: dict[str, Any]) -> None:
+    assert told["rehearsed"]["compiled_elsewhere"] == [True] * 3
+    assert told["started"]
+
+
+def test_with_a_full_cache_nobody_is_started(told: dict[str, Any], cache: Path) -> None:
+    again = told_by(PROGRAM + "main(only_rehearsed=True)", cache)
+    assert again["rehearsed"]["found_in_cache"] == 4
+    assert again["rehearsed"]["compiled"] == 0
+    assert not again["started"]
 
 
 def test_progress_reaches_the_number_found(told: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Kernels compiled ahead for a GPU that is not there: a driver that compiles for Hopper and counts what it launches.
 
-Run as a program by test_ahead, in a process without Triton's interpreter. Prints what happened, as JSON.
+`main` is run by test_ahead in a process without Triton's interpreter. It prints what happened, as JSON.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from triton.runtime import driver
 from gapless.device import kernel_hooks
 from gapless.device.late import Late
 from gapless.kernels.ahead import KernelNotCompiled, compiled_ahead
+from gapless.kernels.compilers import Compilers
 
 
 class Utils:
@@ -78,10 +79,10 @@ def step(x: torch.Tensor) -> torch.Tensor:
     return index
 
 
-def rehearsed(late: Late) -> dict[str, Any]:
+def rehearsed(compilers: Compilers, late: Late) -> dict[str, Any]:
     x, progress = torch.zeros(4), list[tuple[int, int]]()
     elsewhere = threading.Event()
-    with compiled_ahead(lambda done, found: progress.append((done, found)), num_workers=2) as ahead:
+    with compiled_ahead(compilers, lambda done, found: progress.append((done, found))) as ahead:
         found = torch.arange(8)[step(x)]
         thread = threading.Thread(target=lambda: (copy[(1,)](x, x), elsewhere.set()))
         thread.start()  # launches as always
@@ -90,6 +91,7 @@ def rehearsed(late: Late) -> dict[str, Any]:
     step(x)
     return {
         "names": ahead.names,
+        "compiled_elsewhere": [variant.compiled_elsewhere for variant in ahead._found],
         "seconds": ahead.seconds,
         "found": found.tolist(),
         "progress": progress,
@@ -97,17 +99,18 @@ def rehearsed(late: Late) -> dict[str, Any]:
         "launched_within": before,
         "launched_after": Driver.launched[len(before) :],
         "compiled": compiled,
+        "found_in_cache": late.built["found in the cache"],
         "compiled_later": late.built["compiled"] - compiled,
         "loaded": late.built["loaded"],
     }
 
 
-def refused() -> list[str]:
+def refused(compilers: Compilers) -> list[str]:
     """What is said of a kernel that cannot be compiled; and a second time, with the same kernel."""
     said = []
     for _ in range(2):
         try:
-            with compiled_ahead(num_workers=2):
+            with compiled_ahead(compilers):
                 add[(1,)](torch.zeros(4), 1)
                 wrong[(1,)](torch.zeros(4), 3)
         except KernelNotCompiled as error:
@@ -115,10 +118,10 @@ def refused() -> list[str]:
     return said
 
 
-def interrupted() -> list[Any]:
+def interrupted(compilers: Compilers) -> list[Any]:
     """After an error in the block, launches run again, and compile what they need."""
     try:
-        with compiled_ahead(num_workers=1):
+        with compiled_ahead(compilers):
             for value in range(10, 14):
                 add[(1,)](torch.zeros(4), value)
             raise KeyError("mine")
@@ -129,8 +132,13 @@ def interrupted() -> list[Any]:
     return [said, Driver.launched[before:]]
 
 
-if __name__ == "__main__":
+def main(*, only_rehearsed: bool = False) -> None:
     driver.set_active(Driver())
     late = Late()
     kernel_hooks.listen(late)
-    json.dump({"rehearsed": rehearsed(late), "refused": refused(), "interrupted": interrupted()}, sys.stdout)
+    with Compilers(2) as compilers:
+        told: dict[str, Any] = {"rehearsed": rehearsed(compilers, late)}
+        if not only_rehearsed:
+            told |= {"refused": refused(compilers), "interrupted": interrupted(compilers)}
+        told["started"] = compilers._process is not None
+    json.dump(told, sys.stdout)

@@ -72,8 +72,10 @@ def _install() -> None:
     def on_compile(**told: Any) -> None:
         if earlier is not None:
             earlier(**told)
+        source = told["src"]
+        cached = told["cache_hit"] and not getattr(source, "compiled_elsewhere", False)
         for listener in list(_listeners):
-            listener.compiled(told["src"].name, told["times"].total * MICROSECOND, cached=told["cache_hit"])
+            listener.compiled(source.name, told["times"].total * MICROSECOND, cached=cached)
 
     def on_load(module: Any, function: Any, name: str, *others: Any) -> None:
         for listener in list(_listeners):

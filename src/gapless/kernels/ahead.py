@@ -1,13 +1,12 @@
 """Kernels compiled before they are needed, side by side: within `compiled_ahead` a launch compiles and does not run.
 
 A rehearsal of the engine's steps inside it finds exactly the variants that the steps will launch, without a list kept
-by hand. Threads compile: most of a compilation runs outside the interpreter lock, in Triton's passes, in ptxas and in
-the C compiler. At the end of the block every kernel is compiled, loaded, and known to its function.
+by hand. At the end of the block every kernel is compiled, loaded, and known to its function.
 """
 
 from __future__ import annotations
 
-import os
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,87 +16,113 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime import _async_compile
-from triton.runtime.jit import JITFunction
+from triton.runtime.cache import get_cache_manager
+from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars, get_cache_key
+
+from gapless.kernels.compilers import Compilers, Recipe
 
 KernelProgress = Callable[[int, int], None]  # kernels that are done, kernels found so far
 UNFILLED = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
+
+LONGEST_NAME = 150  # of a file in Triton's cache
 
 
 class KernelNotCompiled(RuntimeError):
     """A kernel that the compiler or the GPU refuses."""
 
 
-class Ahead:
-    """The kernels of one rehearsal. Stands where Triton asks for its asynchronous mode, and has that one's `submit`."""
+class Variant:
+    """A kernel that is still to be compiled, where its function keeps the compiled one, which takes its place.
 
-    def __init__(self, pool: ThreadPoolExecutor, progress: KernelProgress | None = None) -> None:
-        self.names: list[str] = []  # of the kernels found so far, one for each variant
+    A launch that finds it there compiles it, and waits.
+    """
+
+    def __init__(self, function: Any, key: Any, device: int, parts: tuple[Any, ...]) -> None:
+        self.function_name: str = function.fn.__name__
+        self._function = function
+        self._key = key
+        self._cache, _, self._target, self._backend, _ = function.device_caches[device]
+        self._parts = parts  # signature, constants, attributes, options
+        self.compiled_elsewhere = False  # just now, by a different process
+        self._cache[key] = self
+
+    def recipe(self) -> Recipe:
+        """How to compile it in a different process."""
+        signature, constants, attributes, options = self._parts
+        target = (self._target.backend, self._target.arch, self._target.warp_size)
+        fn = self._function.fn
+        return Recipe(fn.__module__, fn.__qualname__, signature, constants, attributes, target, dict(options.__dict__))
+
+    def is_in_cache(self) -> bool:
+        """Whether Triton's cache of compiled kernels has it."""
+        source = self._source()
+        key = get_cache_key(source, self._backend, self._parts[-1], get_cache_invalidating_env_vars())
+        folder = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        return bool(folder.get_group(f"{source.name[:LONGEST_NAME]}.json"))
+
+    def _source(self) -> Any:
+        signature, constants, attributes, _ = self._parts
+        return self._function.ASTSource(self._function, signature, constants, attributes)
+
+    def result(self) -> Any:
+        """The compiled kernel, loaded."""
+        found = self._cache[self._key]
+        if found is not self:
+            return found
+        source, options = self._source(), self._parts[-1]
+        source.compiled_elsewhere = self.compiled_elsewhere  # so that who counts does not take it for an old one
+        kernel = self._function.compile(source, target=self._target, options=options.__dict__)
+        _ = kernel.run  # loads it, and builds the function that launches it
+        self._cache[self._key] = kernel
+        return kernel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.result(), name)
+
+
+class Ahead:
+    """The kernels of one rehearsal."""
+
+    def __init__(self, compilers: Compilers, progress: KernelProgress | None = None) -> None:
         self.seconds = 0.0  # from the beginning of the block to its end
-        self._pool = pool
+        self.thread = threading.get_ident()
+        self._compilers = compilers
+        self._pool = ThreadPoolExecutor(compilers.count, "gapless-compile", *_on_this_gpu())
         self._progress = progress
-        self._found: dict[str, Future[Any]] = {}  # by Triton's key of the variant
-        self._pending: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {}  # what `settle` calls
-        self._launched = ""  # the kernel whose launch is being looked at
+        self._found: dict[Variant, Future[None]] = {}
         self._num_done = 0
         self._lock = threading.Lock()  # of the number above, and of progress
 
-    def launch(self, run: Callable[..., Any], kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In place of a launch: find the variant, and have it compiled."""
-        self._launched = kernel.fn.__name__
-        return run(kernel, *args, **kwargs | {"warmup": True})
+    @property
+    def names(self) -> list[str]:
+        """Of the kernels found so far, one for each variant."""
+        return [variant.function_name for variant in self._found]
 
-    def submit(
-        self,
-        key: str,
-        compile_fn: Callable[[], Any],
-        finalize_fn: Callable[[Any], None],
-        cleanup_fn: Callable[[Any], None] | None = None,
-    ) -> Any:
-        """Called by Triton for a variant that its function does not know yet.
+    def add(self, variant: Variant) -> None:
+        """Have it compiled, unless it is under way."""
+        if variant not in self._found:
+            self._found[variant] = self._pool.submit(self._compile, variant)
 
-        Newer versions come with a fourth argument. They tell the function of what is returned here as soon as it is
-        returned, so the kernel can take its place only later, in `settle`.
-        """
-        if key not in self._found:
-            known_at_once = finalize_fn if cleanup_fn is None else _keep
-            self.names.append(self._launched)
-            self._found[key] = self._pool.submit(self._compile, compile_fn, known_at_once)
-            if cleanup_fn is not None:
-                self._pending[key] = (finalize_fn, cleanup_fn)
-        return self._found[key]
-
-    def _compile(self, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
-        kernel = compile_fn()
-        _ = kernel.run  # loads it, and builds the function that launches it
-        finalize_fn(kernel)
+    def _compile(self, variant: Variant) -> None:
+        if not variant.is_in_cache():
+            variant.compiled_elsewhere = self._compilers.compile(variant.recipe())
+        variant.result()  # finds it in the cache of compiled kernels; what could not be compiled there fails here
         with self._lock:
             self._num_done += 1
             if self._progress is not None:
                 self._progress(self._num_done, len(self._found))
-        return kernel
 
     def finish(self) -> None:
         """Wait for all of them. Raises KernelNotCompiled with the name of the first that failed."""
-        futures = self._found.values()
-        failed = [(n, f.exception()) for n, f in zip(self.names, futures, strict=True) if f.exception() is not None]
+        failed = [(v, f.exception()) for v, f in self._found.items() if f.exception() is not None]
         if failed:
-            name, error = failed[0]
-            others = f" (and {len(failed) - 1} more of {len(self.names)})" if len(failed) > 1 else ""
-            raise KernelNotCompiled(f"kernel {name} cannot be compiled{others}: {error}") from error
+            variant, error = failed[0]
+            others = f" (and {len(failed) - 1} more of {len(self._found)})" if len(failed) > 1 else ""
+            raise KernelNotCompiled(f"kernel {variant.function_name} cannot be compiled{others}: {error}") from error
 
-    def settle(self) -> None:
-        """Once nothing is compiled any more: the functions get their kernels, and forget those that failed."""
-        for key, (finalize, cleanup) in self._pending.items():
-            future = self._found[key]
-            if future.cancelled() or future.exception() is not None:
-                cleanup(future)
-            else:
-                finalize(future.result())
-
-
-def _keep(kernel: Any) -> None:
-    """Nothing yet."""
+    def close(self) -> None:
+        """Compile no more."""
+        self._pool.shutdown(cancel_futures=True)
 
 
 class _Zeroed(TorchDispatchMode):
@@ -109,42 +134,47 @@ class _Zeroed(TorchDispatchMode):
 
 
 @contextmanager
-def compiled_ahead(progress: KernelProgress | None = None, num_workers: int | None = None) -> Iterator[Ahead]:
-    """Within the block, a launch by this thread compiles its kernel in the background instead of running it.
+def compiled_ahead(compilers: Compilers, progress: KernelProgress | None = None) -> Iterator[Ahead]:
+    """Within the block, a launch by this thread has its kernel compiled in the background instead of running it.
 
     Other work of torch runs as always, on zeros where a kernel would have written. At the end of the block all kernels
-    are compiled and loaded. `progress` is called by the threads that compile.
+    are compiled and loaded. `progress` is called by several threads, one at a time.
     """
     began = time.perf_counter()
-    pool = ThreadPoolExecutor(num_workers or len(os.sched_getaffinity(0)), "gapless-compile", *_on_this_gpu())
-    ahead = Ahead(pool, progress)
+    ahead = Ahead(compilers, progress)
     try:
         with _launches_go_to(ahead), _Zeroed():
             yield ahead
         ahead.finish()
     finally:
-        pool.shutdown(cancel_futures=True)
-        ahead.settle()
+        ahead.close()
         ahead.seconds = time.perf_counter() - began
 
 
 @contextmanager
 def _launches_go_to(ahead: Ahead) -> Iterator[None]:
     """Launches of this thread; other threads launch as always."""
-    run = JITFunction.run
+    run, do_compile = JITFunction.run, JITFunction._do_compile
 
-    def looked_at(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        if _async_compile.active_mode.get() is ahead:
-            return ahead.launch(run, kernel, args, kwargs)
-        return run(kernel, *args, **kwargs)
+    def rehearse(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != ahead.thread:
+            return run(function, *args, **kwargs)
+        found = run(function, *args, **kwargs | {"warmup": True})
+        if isinstance(found, Variant):
+            ahead.add(found)
+        return found
 
-    before = _async_compile.active_mode.set(ahead)
-    JITFunction.run = looked_at
+    def put_off(function: Any, key: Any, signature: Any, device: int, constants: Any, *others: Any) -> Any:
+        if threading.get_ident() != ahead.thread:
+            return do_compile(function, key, signature, device, constants, *others)
+        options, attributes, _ = others
+        return Variant(function, key, device, (signature, constants, attributes, options))
+
+    JITFunction.run, JITFunction._do_compile = rehearse, put_off
     try:
         yield
     finally:
-        JITFunction.run = run
-        _async_compile.active_mode.reset(before)
+        JITFunction.run, JITFunction._do_compile = run, do_compile
 
 
 def _on_this_gpu() -> tuple[Callable[[int], None], tuple[int]] | tuple[()]:

@@ -1,0 +1,56 @@
+"""Processes that compile: whatever happens to them or to a recipe, the caller gets an answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gapless.kernels.compilers import Compilers, Recipe
+
+pytest.importorskip("triton")
+TARGET = ("cuda", 90, 32)
+
+
+@pytest.fixture(scope="module")
+def compilers() -> Iterator[Compilers]:
+    with Compilers(2) as found:
+        yield found
+
+
+def recipe(module: str = "no.such.module", **constants: object) -> Recipe:
+    return Recipe(module, "kernel", {}, dict(constants), {}, TARGET, {})
+
+
+def test_a_recipe_that_fails_is_not_compiled(compilers: Compilers) -> None:
+    assert compilers.compile(recipe()) is False
+    assert compilers.compile(recipe("json")) is False
+
+
+def test_a_recipe_that_cannot_be_sent_is_not_compiled(compilers: Compilers) -> None:
+    assert compilers.compile(recipe(lock=threading.Lock())) is False
+    assert compilers.compile(recipe(function=lambda: None)) is False
+
+
+def test_processes_that_died_compile_nothing_and_keep_nobody_waiting() -> None:
+    with Compilers(2) as found:
+        assert found.compile(recipe()) is False
+        assert found._process is not None
+        os.killpg(found._process.pid, signal.SIGKILL)
+        began = time.monotonic()
+        assert [found.compile(recipe()) for _ in range(4)] == [False] * 4
+        assert time.monotonic() - began < 5
+
+
+def test_they_end_when_they_are_closed() -> None:
+    found = Compilers(2)
+    found.close()  # never started
+    found.start()
+    process = found._process
+    assert process is not None
+    found.close()
+    assert process.poll() is not None
