@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
-from gapless.bench import peer_worker, workload_peers
+import gapless
+from gapless.bench import peer_worker, workload_peers, workloads
 from gapless.bench.peer_worker import Transformers, drain, run_job
-from gapless.bench.workload_jobs import WORKLOADS
+from gapless.bench.workload_jobs import SHAPES, WORKLOADS
 from gapless.bench.workload_peers import PeerPlace, measure_peer
 from gapless.bench.workload_rows import Rates, WorkloadRow
+from gapless.cli import main
 
 RATES = Rates(4.40e12, 700e12)
 STUB = """
@@ -135,6 +137,33 @@ def test_noise_before_the_worker_has_its_output_is_skipped(vllm: PeerPlace, tmp_
     python.chmod(0o755)
     (row,) = results(replace(vllm, python=str(python)), tmp_path, "F")
     assert isinstance(row, WorkloadRow)
+
+
+def test_one_command_runs_both_engines(
+    vllm: PeerPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ours on the CPU with a small model, then the stand-in with the same config: one table, one file, one plot."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+             "head_dim": 32, "intermediate_size": 32, "vocab_size": 30000}  # fmt: skip
+    monkeypatch.setitem(SHAPES, "0.6B", {**SHAPES["0.6B"], **sizes})
+    monkeypatch.setitem(WORKLOADS, "D", replace(WORKLOADS["D"], num_requests=2, prompt_tokens=8, max_tokens=5))
+    engine = gapless.LLM
+    on_cpu = {"device": "cpu", "num_blocks": 16}
+    monkeypatch.setattr(gapless, "LLM", lambda path, **options: engine(path, **{**options, **on_cpu}))
+    monkeypatch.setattr("gapless.device.pick_device", lambda name: name)
+    monkeypatch.setattr(workloads, "measure_rates", lambda: RATES)
+    freed: list[bool] = []
+    monkeypatch.setattr(workloads, "_free_device", lambda: freed.append(not (tmp_path / "notes").exists()))
+    path, plot = tmp_path / "rows.json", tmp_path / "bars.svg"
+    flags = ["--depth", "2", "--peer-python", sys.executable, "--peer-pythonpath", str(vllm.pythonpath)]
+    files = ["--json", str(path), "--plot", str(plot), "--logs", str(tmp_path / "logs")]
+    assert main(["bench", "offline", "--workload", "D", *flags, *files]) == 0
+    assert [row["engine"] for row in json.loads(path.read_text())["rows"]] == ["Gapless", "vLLM 9.9"]
+    assert plot.read_text().count("<rect x=") == 2
+    assert "D vLLM 9.9 " in capsys.readouterr().out
+    assert freed == [True]  # before the peer started
+    assert [line.name for line in (tmp_path / "logs").iterdir()] == ["0.6B-vllm.log"]
+    assert notes(tmp_path)[1].startswith("run 2 8 {'max_tokens': 5")
 
 
 def test_transformers_is_not_asked_for_what_it_cannot_do(vllm: PeerPlace, tmp_path: Path) -> None:
