@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -162,6 +164,16 @@ def test_operations_of_torch_are_launches_unless_they_only_look(world: World) ->
         assert len(watch._used) == num_marks
         x.add(1)
         assert len(watch._used) > num_marks
+
+
+def test_watching_loads_nothing_more_of_torch() -> None:
+    """Its first use, in a step, would take seconds."""
+    code = (
+        "import sys, torch; from gapless.device.cuda_watch import _Operations; calls = []\n"
+        "with _Operations(lambda: calls.append(1), lambda: None): torch.zeros(4).add_(1)\n"
+        "sys.exit(0 if calls and 'torch._dynamo' not in sys.modules else 1)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_launches_of_other_threads_are_not_seen(world: World) -> None:

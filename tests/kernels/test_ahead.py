@@ -71,6 +71,10 @@ def test_with_a_full_cache_nobody_is_started(told: dict[str, Any], cache: Path) 
     assert not again["started"]
 
 
+def test_a_rehearsal_loads_nothing_more_of_torch(told: dict[str, Any]) -> None:
+    assert not told["traced"]
+
+
 def test_progress_reaches_the_number_found(told: dict[str, Any]) -> None:
     progress = told["rehearsed"]["progress"]
     assert [done for done, _ in progress] == [1, 2, 3]

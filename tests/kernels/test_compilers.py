@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,17 @@ def test_processes_that_died_compile_nothing_and_keep_nobody_waiting() -> None:
         began = time.monotonic()
         assert [found.compile(recipe()) for _ in range(4)] == [False] * 4
         assert time.monotonic() - began < 5
+
+
+def test_an_empty_cache_is_a_reason_to_start_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compilers, "_start", lambda self: started.append(self))
+    (tmp_path / "full" / "kernel").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    for name, expected in (("full", 0), ("empty", 1), ("missing", 1)):
+        started = list[Compilers]()
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / name))
+        Compilers(1).start_if_cold()
+        assert len(started) == expected
 
 
 def test_they_end_when_they_are_closed() -> None:

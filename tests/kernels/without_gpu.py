@@ -140,5 +140,6 @@ def main(*, only_rehearsed: bool = False) -> None:
         told: dict[str, Any] = {"rehearsed": rehearsed(compilers, late)}
         if not only_rehearsed:
             told |= {"refused": refused(compilers), "interrupted": interrupted(compilers)}
+        told["traced"] = "torch._dynamo" in sys.modules
         told["started"] = compilers._process is not None
     json.dump(told, sys.stdout)

@@ -141,6 +141,10 @@ class _Operations(TorchDispatchMode):
         self._before = before
         self._after = after
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is traced, and to say so would import all of torch's tracer: seconds
+
     def __torch_dispatch__(self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None) -> Any:
         launches = _LAUNCHES.get(func)
         if launches is None:

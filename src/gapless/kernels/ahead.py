@@ -128,6 +128,10 @@ class Ahead:
 class _Zeroed(TorchDispatchMode):
     """Memory that kernels would have written holds zeros, so that indices read from it are valid ones."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is traced, and to say so would import all of torch's tracer: seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         return found.zero_() if func.name().partition(".")[0] in UNFILLED else found

@@ -63,6 +63,14 @@ class Compilers:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # of the start
 
+    def start_if_cold(self) -> None:
+        """Start them now if Triton's cache is empty, so that they are there when they are needed."""
+        from triton import knobs
+
+        folder = knobs.cache.dir
+        if not os.path.isdir(folder) or not os.listdir(folder):
+            self.start()
+
     def start(self) -> None:
         """Start them, unless they have been."""
         with self._lock:
@@ -121,8 +129,9 @@ class Compilers:
 def serve(fds: Sequence[int]) -> None:
     """The first process: import, fork, wait for the others."""
     import torch  # noqa: F401
-    import triton  # noqa: F401
+    from triton.runtime.cache import triton_key
 
+    triton_key()  # a hash of all of Triton, which is part of each kernel's key
     for mine in fds:
         if os.fork() == 0:
             for other in fds:
