@@ -46,3 +46,16 @@ def heap_frozen() -> Iterator[None]:
             _num_inside -= 1
             if _num_inside == 0 and _is_ours:
                 gc.unfreeze()
+
+
+@contextmanager
+def collections_paused() -> Iterator[None]:
+    """Collect now, and then no more until the end of the block."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -103,12 +103,22 @@ def _(original):
 
 @fault("new owners and blocks of a mixed replay are left out", graphs, "pack_mixed")
 def _(original):
-    return lambda plan, out: original(replace(plan, seat_rows=NOTHING, seats=NO_SEATS, new_blocks=NO_BLOCKS), out)
+    nothing = {"seat_rows": NOTHING, "seats": NO_SEATS, "new_blocks": NO_BLOCKS}
+    return lambda plan, *rest: original(replace(plan, **nothing), *rest)
 
 
-@fault("a step that scores a prompt is replayed", graphs, "_why_no_graph")
+@fault("a prompt is scored a token late after a replay", mixed, "target_parts")
 def _(original):
-    return lambda plan: None
+    def target_parts(plan: Plan) -> list[IntArray]:
+        places, targets = original(plan)
+        return [np.maximum(places - 1, 0), targets]
+
+    return target_parts
+
+
+@fault("a prompt's second slice is scored like its first", graphs, "in_slices")
+def _(original):
+    return lambda num_targets, slice_size: original(min(num_targets, slice_size), slice_size)
 
 
 @fault("a replay reads the packed plan of the replay before", GraphRunner, "step")

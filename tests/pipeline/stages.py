@@ -107,7 +107,7 @@ def begin_mixed(packed, last_token, length, blocks, seats, block_size: int, max_
     seats[plan.seat_rows] = plan.seats.int()
     padding, rows = len(last_token) - 1, [*plan.decode_rows.tolist()]
     ids, positions = last_token[rows].tolist(), length[rows].tolist()
-    samples = [(0, padding, 1)] * inputs.num_rows
+    samples = [(0, padding, 0)] * inputs.num_rows
     samples[: len(rows)] = [(i, row, place + 1) for i, (row, place) in enumerate(zip(rows, positions, strict=True))]
     for row, offset, start, end, sample in plan.chunks.T.tolist():
         rows += [row] * (end - start)
@@ -122,7 +122,7 @@ def begin_mixed(packed, last_token, length, blocks, seats, block_size: int, max_
     at, offset = inputs.positions // block_size, inputs.positions % block_size
     inputs.slots[:] = blocks[owners, at] * block_size + offset
     count = len(plan.decode_rows)
-    inputs.decode_rows[:], inputs.decode_lengths[:] = padding, 1
+    inputs.decode_rows[:], inputs.decode_lengths[:] = padding, 0
     inputs.decode_rows[:count], inputs.decode_lengths[:count] = plan.decode_rows, inputs.positions[:count] + 1
     chunked = (inputs.chunk_rows, inputs.chunk_offsets, inputs.chunk_starts, inputs.chunk_ends)
     for found, filler, known in zip(chunked, (padding, len(ids), 0, 0), plan.chunks, strict=False):

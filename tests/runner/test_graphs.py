@@ -71,12 +71,14 @@ def test_log_probabilities_of_samples_come_from_replays() -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_log_probabilities_of_prompts_run_without_a_graph_and_are_counted() -> None:
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_log_probabilities_of_prompts_are_of_what_replays_leave(num_top: int) -> None:
+    """More targets than one slice has, and fewer; beside scores of samples."""
     requests = toy_requests()
     for request in requests:
-        request.params = replace(request.params, prompt_logprobs=2)
-    runner = run_with_graphs(requests)
-    assert set(runner.ledger) == {"no graph: log-probabilities of a prompt"}
+        wanted = {"prompt_logprobs": num_top} | ({"logprobs": 1} if request.id in "ace" else {})
+        request.params = replace(request.params, **wanted)
+    assert not run_with_graphs(requests).ledger
     for request in requests:
         check_toy_logprobs(request)
 

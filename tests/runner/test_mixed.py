@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 from gapless.core.plan import NO_COPIES, NO_SAMPLE, NOTHING, Plan
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.kernels.mixed import NO_SCORE, MixedInputs, begin_mixed, end_mixed
-from gapless.runner.fill import Sections, capacity, fill, unpack
-from gapless.runner.mixed import mixed_capacity, pack_mixed
+from gapless.runner.fill import Sections, capacity, fill, target_parts, unpack
+from gapless.runner.mixed import in_slices, mixed_capacity, pack_mixed
 from gapless.runner.runner import Runner
 from toy import toy_runner
 
@@ -24,9 +24,9 @@ SHAPE = (LIMITS.num_rows, 70)  # rows, tokens: two tiles, the last one not whole
 STATE = ("last_token", "length", "blocks", "seats")
 
 
-def prepared(plan: Plan) -> tuple[Plan, Runner, torch.Tensor]:
+def prepared(plan: Plan, *, targets: bool = False) -> tuple[Plan, Runner, torch.Tensor]:
     """A plan that a graph can hold, a runner with rows in any state, and the packed plan."""
-    chunks = tuple(replace(chunk, targets=NOTHING) for chunk in plan.chunks)
+    chunks = plan.chunks if targets else tuple(replace(chunk, targets=NOTHING) for chunk in plan.chunks)
     plan = replace(plan, chunks=chunks, block_copies=NO_COPIES)
     runner = toy_runner(CpuDevice(driver=InlineDriver()), LIMITS)
     draw = torch.Generator().manual_seed(0)
@@ -35,7 +35,7 @@ def prepared(plan: Plan) -> tuple[Plan, Runner, torch.Tensor]:
         runner.rows.last_token[row] = 100 + row
         runner.rows.blocks[row] = torch.randint(0, LIMITS.num_blocks, (LIMITS.max_blocks,), generator=draw)
     packed = np.full(mixed_capacity(LIMITS), -7, np.int32)
-    pack_mixed(plan, packed)
+    pack_mixed(plan, packed, LIMITS.num_rows)
     return plan, runner, torch.from_numpy(packed)
 
 
@@ -85,7 +85,7 @@ def test_the_rest_is_the_padding_row(plan: Plan) -> None:
     assert set(found.ids[tokens:].tolist()) == {0}
     assert set(found.slots[tokens:].tolist()) == {scratch}
     assert set(found.decode_rows[decodes:].tolist()) <= {padding}
-    assert set(found.decode_lengths[decodes:].tolist()) <= {1}
+    assert set(found.decode_lengths[decodes:].tolist()) <= {0}
     assert set(found.chunk_rows[chunks:].tolist()) <= {padding}
     assert set(found.chunk_offsets[chunks:].tolist()) <= {tokens}
     assert torch.equal(found.chunk_starts[chunks:], found.chunk_ends[chunks:])
@@ -126,6 +126,19 @@ def test_rows_move_on_as_in_the_plain_runner(plan: Plan) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(plans())
+def test_targets_come_last_in_whole_slices(plan: Plan) -> None:
+    plan, _, packed = prepared(plan, targets=True)
+    size = pack_mixed(plan, np.zeros(mixed_capacity(LIMITS), np.int32), LIMITS.num_rows)
+    total = in_slices(plan.num_targets, LIMITS.num_rows)
+    assert (total % LIMITS.num_rows, total // LIMITS.num_rows) == (0, -(-plan.num_targets // LIMITS.num_rows))
+    places, targets = packed[size - 2 * total : size].view(2, total).tolist()
+    wanted = [part.tolist() for part in target_parts(plan)]
+    assert [places[: plan.num_targets], targets[: plan.num_targets]] == wanted
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans())
 def test_any_plan_fits_into_a_slot(plan: Plan) -> None:
-    plan, _, _ = prepared(plan)
-    assert pack_mixed(plan, np.zeros(mixed_capacity(LIMITS), np.int32)) <= mixed_capacity(LIMITS) <= capacity(LIMITS)
+    plan, _, _ = prepared(plan, targets=True)
+    room = np.zeros(mixed_capacity(LIMITS), np.int32)
+    assert pack_mixed(plan, room, LIMITS.num_rows) <= mixed_capacity(LIMITS) <= capacity(LIMITS)

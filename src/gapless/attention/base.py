@@ -58,8 +58,8 @@ class Span:
 class AttentionBatch:
     """A step as attention sees it: one token for each decode row, then the chunks end to end.
 
-    In a captured step only sizes are known to the host. Its decode rows are filled up with a row of padding, whose
-    places among the tokens may be those of chunks: decode rows are attended first, and chunks written over them. Its
+    In a captured step only sizes are known to the host. Its decode rows are filled up with a row of padding, of
+    length 0; the places that these have among the tokens are those of chunks, so nothing may be written there. Its
     chunks are filled up with empty ones, and tokens behind the last chunk are padding.
     """
 

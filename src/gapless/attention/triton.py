@@ -15,13 +15,13 @@ import triton
 from gapless.attention.base import Attend, AttentionBatch, Rotation
 from gapless.kernels.attention import decode, prefill, rotate_and_store
 from gapless.kernels.chunk_tiles import SIZE, cut
-from gapless.kernels.launch import pdl
+from gapless.kernels.launch import beside, pdl
 from gapless.models.spec import AttentionSpec, Feature, attention_features, lacking
 
 if TYPE_CHECKING:
     from gapless.kernels.hopper_prefill import HopperPrefill
 
-HEADS_A_PROGRAM = 8  # of the rotation kernel
+HEADS_A_TIME = 16  # of the rotation kernel
 MANY_SPLITS, MAX_SPLITS = 8, 16
 PROGRAMS_A_CORE = 8  # most, when keys are split; half as many where there are more than MANY_SPLITS
 PROGRAMS_AHEAD = 2  # most per core for which they prefetch their first keys before they wait
@@ -103,19 +103,32 @@ class TritonAttention:
         return num_rows * self._num_kv_heads * self.num_splits(num_rows) <= PROGRAMS_AHEAD * self._num_cores
 
     def begin(self, batch: AttentionBatch) -> Attend:
-        return self.in_order((*self.decodes(batch), *self.chunks(batch)))
+        decodes, chunks = self.decodes(batch), self.chunks(batch)
+        return self._beside(*decodes, *chunks) if decodes and chunks else self.in_order((*decodes, *chunks))
+
+    def _beside(self, decodes: Part, chunks: Part) -> Attend:
+        """Both at the same time: decode rows wait for memory, chunks for the matrix units."""
+
+        def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+            args = self.pools[layer], heads, rotation, self._make_out(heads)
+            beside(partial(chunks, *args), partial(decodes, *args))
+            return args[-1].flatten(1)
+
+        return attend
 
     def in_order(self, parts: Sequence[Part]) -> Attend:
         """The function that does a layer's parts in order."""
 
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-            pool = self.pools[layer]
-            out = torch.empty(len(heads), self._num_heads, self._head_dim, dtype=heads.dtype, device=heads.device)
+            out = self._make_out(heads)
             for part in parts:
-                out = part(pool, heads, rotation, out)
+                out = part(self.pools[layer], heads, rotation, out)
             return out.flatten(1)
 
         return attend
+
+    def _make_out(self, heads: torch.Tensor) -> torch.Tensor:
+        return torch.empty(len(heads), self._num_heads, self._head_dim, dtype=heads.dtype, device=heads.device)
 
     def decodes(self, batch: AttentionBatch) -> list[Part]:
         """The work for the decode rows; empty where there are none."""
@@ -190,12 +203,12 @@ class TritonAttention:
         total, head_dim = heads.shape[1:]
         q = torch.empty(end, self._num_heads, head_dim, dtype=heads.dtype, device=heads.device)
         norm = rotation.norm_weight
-        rotate_and_store[(end, triton.cdiv(total, HEADS_A_PROGRAM))](
+        rotate_and_store[(end,)](
             heads, rotation.cos_sin, heads if norm is None else norm, pool, slots, q,
             self._none_before if first is None else first, rotation.eps,
             NUM_HEADS=self._num_heads, NUM_KV=self._num_kv_heads, HEAD_DIM=head_dim,
-            BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_H=HEADS_A_PROGRAM, HAS_NORM=norm is not None,
-            num_warps=2, **pdl(),
+            BLOCK_D=triton.next_power_of_2(head_dim // 2), BLOCK_H=min(HEADS_A_TIME, triton.next_power_of_2(total)),
+            HAS_NORM=norm is not None, num_warps=4,
         )  # fmt: skip
         return q
 

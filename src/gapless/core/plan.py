@@ -93,7 +93,12 @@ class Plan:
     @property
     def num_scores(self) -> int:
         """Positions whose log-probabilities the step returns: the samples that need them, then the chunks' targets."""
-        return len(self.score_samples) + (sum(len(chunk.targets) for chunk in self.chunks) if self.chunks else 0)
+        return len(self.score_samples) + self.num_targets
+
+    @property
+    def num_targets(self) -> int:
+        """Prompt tokens whose log-probabilities the step returns."""
+        return sum(len(chunk.targets) for chunk in self.chunks) if self.chunks else 0
 
     @property
     def num_results(self) -> int:

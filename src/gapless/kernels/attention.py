@@ -95,28 +95,49 @@ def _take_in_one(score, v, top, total, acc):
 def rotate_and_store(
     heads, cos_sin, norm, pool, slots, q_out, first, eps,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_H: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """A few heads of one token: queries go to q_out, keys and values to the token's slot in the pool.
+    """All heads of one token, a few at a time: queries go to q_out, keys and values to the token's slot in the pool.
 
+    A head is read once, in halves, each of which is the other's partner. BLOCK_D: dimensions of half a head, at least.
     first: points to the first token of the batch that is stored; those before it are not this kernel's.
     """
     token = tl.program_id(0).to(tl.int64)
-    launch_dependents_and_wait(PDL)
     if token >= tl.load(first):
-        head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-        dim = tl.arange(0, BLOCK_D)
         total: tl.constexpr = NUM_HEADS + 2 * NUM_KV
-        valid = (head < total)[:, None] & (dim < HEAD_DIM)[None, :]
-        turns = valid & (head < NUM_HEADS + NUM_KV)[:, None]
-        turned = _rotated(heads, norm, cos_sin, token, head, dim, turns, eps, total, HEAD_DIM, HAS_NORM)
-        kept = tl.load(heads + (token * total + head[:, None]) * HEAD_DIM + dim[None, :], mask=valid, other=0.0)
-        out = tl.where(turns, turned, kept.to(tl.float32))
-        q_at = q_out + (token * NUM_HEADS + head[:, None]) * HEAD_DIM + dim[None, :]
-        tl.store(q_at, out.to(q_out.dtype.element_ty), mask=valid & (head < NUM_HEADS)[:, None])
+        half: tl.constexpr = HEAD_DIM // 2
+        dim = tl.arange(0, BLOCK_D)
+        inside = dim < half
+        angle = cos_sin + token * 2 * HEAD_DIM + dim
+        cos_1 = tl.load(angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+        cos_2 = tl.load(angle + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+        sin_1 = tl.load(angle + HEAD_DIM, mask=inside, other=0.0).to(tl.float32)[None, :]
+        sin_2 = tl.load(angle + HEAD_DIM + half, mask=inside, other=0.0).to(tl.float32)[None, :]
         slot = tl.load(slots + token)
-        kv_at = pool + (slot * 2 * NUM_KV + head[:, None] - NUM_HEADS) * HEAD_DIM + dim[None, :]
-        tl.store(kv_at, out.to(pool.dtype.element_ty), mask=valid & (head >= NUM_HEADS)[:, None])
+        for start in tl.static_range(0, total, BLOCK_H):
+            head = start + tl.arange(0, BLOCK_H)
+            valid = (head < total)[:, None] & inside[None, :]
+            turns = (head < NUM_HEADS + NUM_KV)[:, None]
+            at = heads + (token * total + head[:, None]) * HEAD_DIM + dim[None, :]
+            x_1 = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+            x_2 = tl.load(at + half, mask=valid, other=0.0).to(tl.float32)
+            y_1, y_2 = x_1, x_2
+            if HAS_NORM:
+                squares = tl.sum(x_1 * x_1, axis=1) + tl.sum(x_2 * x_2, axis=1)
+                scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+                weight = norm + head[:, None] * HEAD_DIM + dim[None, :]
+                y_1 = x_1 * scale * tl.load(weight, mask=valid & turns, other=0.0).to(tl.float32)
+                y_2 = x_2 * scale * tl.load(weight + half, mask=valid & turns, other=0.0).to(tl.float32)
+            out_1 = tl.where(turns, y_1 * cos_1 + y_2 * sin_1, x_1)
+            out_2 = tl.where(turns, y_2 * cos_2 + y_1 * sin_2, x_2)
+            q_at = q_out + (token * NUM_HEADS + head[:, None]) * HEAD_DIM + dim[None, :]
+            is_query = valid & (head < NUM_HEADS)[:, None]
+            tl.store(q_at, out_1.to(q_out.dtype.element_ty), mask=is_query)
+            tl.store(q_at + half, out_2.to(q_out.dtype.element_ty), mask=is_query)
+            kv_at = pool + (slot * 2 * NUM_KV + head[:, None] - NUM_HEADS) * HEAD_DIM + dim[None, :]
+            is_kept = valid & (head >= NUM_HEADS)[:, None]
+            tl.store(kv_at, out_1.to(pool.dtype.element_ty), mask=is_kept)
+            tl.store(kv_at + half, out_2.to(pool.dtype.element_ty), mask=is_kept)
 
 
 @triton.jit
@@ -138,8 +159,8 @@ def decode(
     split = tl.program_id(2)
     length = tl.load(lengths + i)  # known since the step began
     table = blocks + tl.load(rows + i) * table_stride
-    share = tl.cdiv(tl.cdiv(length, NUM_SPLITS), SHARE) * SHARE
-    num_parts = tl.cdiv(length, share)  # short rows leave some splits without work
+    share = tl.maximum(tl.cdiv(tl.cdiv(length, NUM_SPLITS), SHARE) * SHARE, SHARE)
+    num_parts = tl.cdiv(length, share)  # short rows leave some splits without work, those of no length all
     begin = split * share
     end = tl.minimum(begin + share, length)
     dim = tl.arange(0, BLOCK_D)

@@ -225,7 +225,7 @@ def attend_rows(
     split = tl.program_id(2)
     length = tl.load(lengths + i).to(tl.int32)  # known since the step began
     table = blocks + tl.load(rows + i).to(tl.int64) * table_stride
-    count = _segment_of(length - 1) + 1
+    count = tl.where(length > 0, _segment_of(length - 1) + 1, 0)  # padding has no length
     segment = split * count // NUM_SPLITS
     behind = (split + 1) * count // NUM_SPLITS  # short rows leave some programs without work
     launch_dependents_and_wait(PDL)

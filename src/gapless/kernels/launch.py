@@ -9,6 +9,7 @@ that gathers rope's angles, after the one that begins the step, is launched with
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -38,6 +39,25 @@ def shared_memory_bytes() -> int | None:
         return None
     driver = triton.runtime.driver.active
     return int(driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"])
+
+
+def beside(first: Callable[[], object], second: Callable[[], object]) -> None:
+    """Launch both to run at the same time, the first one on a stream of its own; what follows waits for both."""
+    if not torch.cuda.is_available():
+        first()
+        second()
+        return
+    here, side = torch.cuda.current_stream(), _side_stream()
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        first()
+    second()
+    here.wait_stream(side)
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
 
 
 @triton.jit

@@ -88,7 +88,7 @@ def _begin(
     in_rows = i < max_rows
     decode_row = tl.where(is_decode, row, padding.to(tl.int64))
     tl.store(decode_rows + i, decode_row, mask=in_rows)
-    decode_length = tl.where(is_decode, position, 0) + 1
+    decode_length = tl.where(is_decode, position + 1, 0)
     tl.store(decode_lengths + i, decode_length, mask=in_rows)
     no_chunk = in_rows & (is_decode | (i >= num_samples))  # samples of chunks lie between these
     tl.store(sample_tokens + i, tl.where(is_decode, i, 0).to(tl.int64), mask=no_chunk)

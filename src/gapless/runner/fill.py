@@ -49,7 +49,7 @@ class Sections:
             len(plan.chunks),
             plan.num_samples,
             num_score_samples,
-            plan.num_scores - num_score_samples,
+            plan.num_targets,
             len(plan.new_blocks),
             len(plan.seat_rows),
             len(plan.block_copies),
@@ -134,7 +134,7 @@ def fill(plan: Plan, out: IntArray) -> int:
         parts += _chunk_parts(plan)
     parts += [_sample_tokens(plan), plan.sample_rows]
     if plan.num_scores:
-        parts += [plan.score_samples, *_target_parts(plan)]
+        parts += [plan.score_samples, *target_parts(plan)]
     parts += [plan.new_blocks.reshape(-1), plan.seat_rows, plan.seats.reshape(-1), plan.block_copies.reshape(-1)]
     end = 0
     for part in parts:
@@ -170,7 +170,7 @@ def _sample_tokens(plan: Plan) -> IntArray:
     return np.concatenate((decodes, ends[samples].astype(np.int32)))
 
 
-def _target_parts(plan: Plan) -> list[IntArray]:
+def target_parts(plan: Plan) -> list[IntArray]:
     """Where the logits of each target come from, and the targets."""
     offset = plan.num_decodes
     places: list[IntArray] = [NOTHING]

@@ -1,8 +1,9 @@
 """Steps as replays of captured CUDA graphs, for a ladder of shapes.
 
 A step is one replay: rows in, tokens out, padded to the next shape with a row that nobody owns. That holds for decode
-steps and for steps with chunks of any number and length, for any sampling and for the log-probabilities of samples. A
-step without a graph (log-probabilities of a prompt) runs as it is and is counted with the reason.
+steps and for steps with chunks of any number and length, for any sampling and for the log-probabilities of samples.
+Those of a prompt are computed after the replay, from the hidden states it leaves. A step without a graph (one that
+copies blocks) runs as it is and is counted with the reason.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from gapless.core.plan import Plan, score_width
 from gapless.core.request import IntArray
 from gapless.core.row_fields import ALL_NEEDS
 from gapless.device.base import Buffer
+from gapless.garbage import collections_paused
 from gapless.kernels.ahead import compiled_ahead
+from gapless.kernels.compilers import Compilers
 from gapless.kernels.ends import DecodeInputs, begin, end
 from gapless.kernels.mixed import NO_SCORE, MixedInputs, begin_mixed, end_mixed
 from gapless.runner.draw import score_samples
 from gapless.runner.fill import Filled
 from gapless.runner.ladder import Shape, decode_shapes, mixed_shapes
-from gapless.runner.mixed import mixed_capacity, pack_mixed, score_places
+from gapless.runner.logprobs import score
+from gapless.runner.mixed import in_slices, mixed_capacity, pack_mixed, score_places
 from gapless.runner.processors import SampledRows
 from gapless.runner.runner import Runner
 from gapless.runner.step import Inputs, Outputs, Step
@@ -96,6 +100,7 @@ class GraphRunner:
         self._decode_shapes: list[Shape] = []  # captured, smallest first
         self._mixed_shapes: list[Shape] = []
         self._resident: tuple[Shape, IntArray] | None = None  # the decode rows that `_packed` holds, if it does
+        self._hidden: torch.Tensor | None = None  # hidden states of the last step that had chunks
         self._capture_all(progress)
 
     def fill(self, plan: Plan, out: IntArray) -> Filled:
@@ -106,7 +111,7 @@ class GraphRunner:
             return self._runner.fill(plan, out)
         if shape.has_chunks:
             self._resident = None
-            return Filled(plan, pack_mixed(plan, out), shape)
+            return Filled(plan, pack_mixed(plan, out, self._limits.num_rows), shape)
         return Filled(plan, self._fill_decode(plan, shape, out), shape)
 
     def _fill_decode(self, plan: Plan, shape: Shape, out: IntArray) -> int:
@@ -143,10 +148,24 @@ class GraphRunner:
         if len(packed_plan):
             self._packed[: len(packed_plan)].copy_(packed_plan)
         self._graphs[shape, _is_plain(plan, shape)].graph.replay()
-        count, scores = plan.num_samples, plan.num_results - plan.num_samples
+        count, scores = plan.num_samples, len(plan.score_samples) * score_width(plan.num_top)
         out[:count].copy_(self._out[:count])
         if scores:
             out[count : count + scores].copy_(self._scores[:scores])
+        if plan.num_targets:
+            self._score_targets(plan, packed_plan, out[count + scores : plan.num_results])
+
+    def _score_targets(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+        """A slice at a time: the logits of a whole prompt would not fit into memory."""
+        size, width, by = self._limits.num_rows, score_width(plan.num_top), self._step.score or score
+        total = in_slices(plan.num_targets, size)
+        assert self._hidden is not None
+        places, targets = packed_plan[-2 * total :].long().view(2, total)
+        for start in range(0, total, size):
+            part = slice(start, start + size)
+            logits = self._step.model.logits(self._hidden[places[part]])
+            scores = out[start * width : (start + size) * width]  # of the last slice, fewer
+            scores.copy_(by(logits, targets[part], plan.num_top).view(-1)[: len(scores)])
 
     @property
     def _scores(self) -> torch.Tensor:
@@ -162,7 +181,10 @@ class GraphRunner:
         return self._decode_shapes[index] if index < len(self._decode_shapes) else None
 
     def _capture_all(self, progress: Callable[[int, int], None] | None) -> None:
-        """As many as the budget allows; a shape that is left out is padded to a larger one."""
+        """As many as the budget allows; a shape that is left out is padded to a larger one.
+
+        No garbage is collected meanwhile: a graph that dies during a capture would end that, too.
+        """
         # the largest first: the others fit into its memory
         shapes = [*reversed(mixed_shapes(self._limits)), *reversed(decode_shapes(self._limits))]
         wanted = [(shape, plain) for shape in shapes for plain in ((False,) if shape.has_chunks else (True, False))]
@@ -171,26 +193,27 @@ class GraphRunner:
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         free = torch.cuda.mem_get_info()[0]
-        for shape, is_plain in wanted:
-            if not self.cost.within_budget():
-                break
-            inputs = self._padding(shape)
-            graph = _record(partial(self._play, self._step, inputs, is_plain), pool, stream)
-            self._graphs[shape, is_plain] = Captured(graph, inputs)
-            if not is_plain:  # all of its graphs are there
-                (self._mixed_shapes if shape.has_chunks else self._decode_shapes).insert(0, shape)
-            self.cost.num_graphs += 1
-            self.cost.memory_bytes = free - torch.cuda.mem_get_info()[0]
-            if progress is not None:
-                progress(self.cost.num_graphs, len(wanted))
-        torch.cuda.synchronize()
+        with collections_paused():
+            for shape, is_plain in wanted:
+                if not self.cost.within_budget():
+                    break
+                inputs = self._padding(shape)
+                graph = _record(partial(self._play, self._step, inputs, is_plain), pool, stream)
+                self._graphs[shape, is_plain] = Captured(graph, inputs)
+                if not is_plain:  # all of its graphs are there
+                    (self._mixed_shapes if shape.has_chunks else self._decode_shapes).insert(0, shape)
+                self.cost.num_graphs += 1
+                self.cost.memory_bytes = free - torch.cuda.mem_get_info()[0]
+                if progress is not None:
+                    progress(self.cost.num_graphs, len(wanted))
+            torch.cuda.synchronize()
         self.cost.within_budget()
         log.info("%s", self.cost)
 
     def _rehearse(self, wanted: Sequence[tuple[Shape, bool]], progress: Callable[[int, int], None] | None) -> None:
         """Compile every kernel of the steps side by side, then run each step once: libraries load what they need."""
         step = self._step.rehearsal()
-        with compiled_ahead(progress) as ahead:
+        with Compilers() as compilers, compiled_ahead(compilers, progress) as ahead:
             for shape, is_plain in wanted:
                 self._play(step, self._padding(shape), is_plain)
         self.cost.num_kernels = len(ahead.names)
@@ -253,6 +276,9 @@ class GraphRunner:
         fed = Inputs(inputs.ids, inputs.positions, self._mixed_batch(inputs), sampled, inputs.sample_tokens)
         found = step.run(fed, ALL_NEEDS)
         end_mixed(self._packed, found.tokens, inputs, *kept, self._out)
+        if self._hidden is None:
+            self._hidden = torch.empty_like(found.hidden)  # the largest shape is played first
+        self._hidden[: len(found.hidden)].copy_(found.hidden)
         self._score(found, inputs.score_places, inputs.num_top)
 
     def _mixed_batch(self, inputs: MixedInputs) -> AttentionBatch:
@@ -275,8 +301,6 @@ class GraphRunner:
 
 
 def _why_no_graph(plan: Plan) -> str | None:
-    if plan.num_scores > len(plan.score_samples):
-        return "no graph: log-probabilities of a prompt"
     return "no graph: block copies" if len(plan.block_copies) else None
 
 
@@ -286,10 +310,13 @@ def _is_plain(plan: Plan, shape: Shape) -> bool:
 
 
 def _record(body: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """Not by `torch.cuda.graph`, which collects garbage and empties the allocator's cache before each capture."""
+    """Not by `torch.cuda.graph`, which collects garbage and empties the allocator's cache before each capture.
+
+    Other threads may use the device meanwhile.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        graph.capture_begin(pool)
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             body()
         finally:

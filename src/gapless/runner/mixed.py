@@ -1,4 +1,7 @@
-"""Packs a plan with chunks for a captured step, in the form that `kernels.mixed` reads."""
+"""Packs a plan with chunks for a captured step, in the form that `kernels.mixed` reads.
+
+Behind it come the prompt tokens whose log-probabilities are wanted, which are scored after the captured step.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,26 @@ from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.core.row_fields import SEAT_WORDS
 from gapless.kernels.mixed import CHUNK_WORDS, HEADER, NO_SCORE
+from gapless.runner.fill import target_parts
 
 
 def mixed_capacity(limits: Limits) -> int:
     """Numbers that any plan within the limits packs into."""
-    rows = limits.num_rows
-    return HEADER + rows * (CHUNK_WORDS + SEAT_WORDS + 2) + limits.max_batch_tokens + 3 * limits.max_new_blocks
+    rows, tokens = limits.num_rows, limits.max_batch_tokens
+    plan = HEADER + rows * (CHUNK_WORDS + SEAT_WORDS + 2) + tokens + 3 * limits.max_new_blocks
+    return plan + 2 * in_slices(tokens, rows)
 
 
-def pack_mixed(plan: Plan, out: IntArray) -> int:
-    """Write the plan into `out`; return how many numbers it took."""
+def in_slices(num_targets: int, slice_size: int) -> int:
+    """Targets with what is added to them: whole slices, so that all are scored by products of one size."""
+    return -(-num_targets // slice_size) * slice_size
+
+
+def pack_mixed(plan: Plan, out: IntArray, slice_size: int) -> int:
+    """Write the plan into `out`; return how many numbers it took.
+
+    Targets come last: the tokens of the step that they follow, then themselves, each in whole slices.
+    """
     parts: list[IntArray] = [
         _header(plan),
         plan.decode_rows,
@@ -28,12 +41,19 @@ def pack_mixed(plan: Plan, out: IntArray) -> int:
         plan.seat_rows,
         plan.seats.reshape(-1),
         *([score_places(plan, plan.num_samples)] if len(plan.score_samples) else []),
+        *([_filled_up(part, slice_size) for part in target_parts(plan)] if plan.num_targets else []),
     ]
     end = 0
     for part in parts:
         start, end = end, end + len(part)
         out[start:end] = part
     return end
+
+
+def _filled_up(part: IntArray, slice_size: int) -> IntArray:
+    found = np.zeros(in_slices(len(part), slice_size), np.int32)
+    found[: len(part)] = part
+    return found
 
 
 def _header(plan: Plan) -> IntArray:
