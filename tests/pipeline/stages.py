@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -53,8 +53,11 @@ class GraphStage(ToyStage):
         inner = cast.runner
         sizes = {"FEW_TOKENS": (5, 12), "MIXED_ROWS": (3,)}
         cuda = {"graph_pool_handle": no_gpu, "Stream": no_gpu, "synchronize": no_gpu, "mem_get_info": lambda: (0, 0)}
-        recording = {"_record": lambda body, pool, stream: Played(body)}
-        with patching(graphs, **recording), patching(ladder, **sizes), patching(torch.cuda, **cuda):
+        recording = {
+            "_record": lambda body, pool, stream: Played(body),
+            "compiled_ahead": lambda *_: nullcontext(SimpleNamespace(names=[])),
+        }
+        with patching(graphs, **recording, **KERNELS), patching(ladder, **sizes), patching(torch.cuda, **cuda):
             runner = graphs.GraphRunner(inner, inner._step, cast.limits)
         return Cast(runner, cast.layers, cast.limits)
 
@@ -69,8 +72,7 @@ class Played:
     def replay(self) -> None:
         from gapless.runner import graphs
 
-        kernels = {"begin": begin, "end": end, "begin_mixed": begin_mixed, "end_mixed": end_mixed}
-        with patching(graphs, **kernels, score_samples=score_samples):
+        with patching(graphs, **KERNELS):
             self._body()
 
 
@@ -153,6 +155,15 @@ def score_samples(logits, tokens, places, num_top, out) -> None:
     at = places.long()[:, None] * (2 + 2 * num_top) + torch.where(is_logprob, column - most + num_top, column)
     keep = wanted[None, :] & (places >= 0)[:, None]
     out[at[keep]] = found[keep]
+
+
+KERNELS = {
+    "begin": begin,
+    "end": end,
+    "begin_mixed": begin_mixed,
+    "end_mixed": end_mixed,
+    "score_samples": score_samples,
+}
 
 
 @dataclass(frozen=True)
