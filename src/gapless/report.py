@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from gapless.pipeline.engine import Monitor, Stats
 from gapless.trace.text import readable_s
 
+MOST_REASONS = 12  # of the ledger, in a line
 TOP_CAUSES = 3
 
 
@@ -42,7 +43,10 @@ def overlap_line(stats: Stats, monitor: Monitor) -> str:
     ]
     if stats.num_cached_tokens:
         parts.append(f"{stats.num_cached_tokens / max(stats.num_prompt_tokens, 1):.0%} of prompt tokens cached")
-    parts += [f"{reason} ({count})" for reason, count in monitor.ledger().items()]
+    reasons = [f"{reason} ({count})" for reason, count in monitor.ledger().items()]
+    parts += reasons[:MOST_REASONS]
+    if len(reasons) > MOST_REASONS:
+        parts.append(f"and {len(reasons) - MOST_REASONS} more of the ledger")
     parts.append(f"peak memory {readable_bytes(peak_memory())}")
     return "overlap: " + ", ".join(parts)
 

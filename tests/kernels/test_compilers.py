@@ -58,6 +58,15 @@ def test_an_empty_cache_is_a_reason_to_start_at_once(tmp_path: Path, monkeypatch
         assert len(started) == expected
 
 
+def test_where_no_process_can_be_had_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("gapless.kernels.compilers.subprocess.Popen", refuse)
+    with Compilers(1) as found:
+        assert found.compile(recipe()) is False
+
+
 def test_they_end_when_they_are_closed() -> None:
     found = Compilers(2)
     found.close()  # never started

@@ -241,3 +241,15 @@ def test_gpu_workloads_put_all_depths_into_one_trace(
     assert capsys.readouterr().out.count("idle: ") == 2
     assert json.loads(table.read_text())["rows"][0]["idle_by_cause"]
     assert plot.read_text().count("<rect x=") == 2
+
+
+def test_a_long_ledger_does_not_flood_the_line(make_llm: Any) -> None:
+    monitor = make_llm().engine.monitor
+    late = monitor._built.device.late
+    for i in range(30):
+        late.compiled(f"kernel{i}", 1.0, cached=False)
+    line = OverlapMeter(monitor).summary().splitlines()[0]
+    assert "after ready: compiled kernel0 (1)" in line
+    assert "and 18 more of the ledger" in line
+    assert monitor.after_ready()[0] == "outside a step: compiled kernel0, 1.00 s"
+    assert len(monitor.timeline().facts["after_ready"]) == 30

@@ -101,7 +101,10 @@ class Compilers:
 
     def compile(self, recipe: Recipe) -> bool:
         """Have it compiled, and wait. False: it was there already, or failed: the caller finds out by trying it."""
-        self.start()
+        try:
+            self.start()
+        except OSError:  # no processes or sockets to be had
+            return False
         ours = self._free.get()
         try:
             task = pickle.dumps(recipe)
