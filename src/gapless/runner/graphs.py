@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -83,11 +84,18 @@ class GraphRunner:
     """Runs steps like the runner it wraps, from graphs where it has one."""
 
     def __init__(
-        self, runner: Runner, step: Step, limits: Limits, progress: Callable[[int, int], None] | None = None
+        self,
+        runner: Runner,
+        step: Step,
+        limits: Limits,
+        progress: Callable[[int, int], None] | None = None,
+        watch: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        """watch: what to do around kernels that are launched one by one, to find the device idle between them."""
         self._runner = runner
         self._step = step
         self._limits = limits
+        self._watch = watch
         self.ledger: Counter[str] = Counter()  # steps without a graph, by reason
         device = runner.rows.last_token.device
         num_rows = limits.num_rows
@@ -138,7 +146,8 @@ class GraphRunner:
         plan, shape = filled.plan, filled.shape
         if shape is None:
             self.ledger[_why_no_graph(plan) or "no graph: none was captured"] += 1
-            self._runner.step(filled, packed_plan, out)
+            with self._watch():
+                self._runner.step(filled, packed_plan, out)
             return
         resident, self._resident = self._resident, None  # unknown, should this raise
         self._replay(plan, shape, packed_plan, out)
@@ -153,7 +162,8 @@ class GraphRunner:
         if scores:
             out[count : count + scores].copy_(self._scores[:scores])
         if plan.num_targets:
-            self._score_targets(plan, packed_plan, out[count + scores : plan.num_results])
+            with self._watch():
+                self._score_targets(plan, packed_plan, out[count + scores : plan.num_results])
 
     def _score_targets(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         """A slice at a time: the logits of a whole prompt would not fit into memory."""
@@ -214,6 +224,7 @@ class GraphRunner:
         """Compile every kernel of the steps side by side, then run each step once: libraries load what they need."""
         step = self._step.rehearsal()
         with Compilers() as compilers, compiled_ahead(compilers, progress) as ahead:
+            compilers.start_if_cold()
             for shape, is_plain in wanted:
                 self._play(step, self._padding(shape), is_plain)
         self.cost.num_kernels = len(ahead.names)
