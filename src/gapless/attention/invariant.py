@@ -16,10 +16,11 @@ from gapless.kernels.invariant_attention import attend_chunks, attend_rows, lay_
 from gapless.kernels.launch import pdl
 
 HEADS_A_PROGRAM = 8  # of the rotation kernel
-PROGRAMS_A_CORE = 8  # most, when segments are spread
+PROGRAMS_A_CORE = 4  # most, when segments are spread: all of them run at once
 MAX_SPLITS = 64
 MIN_GROUP = 16  # rows of a tile that the matrix units take
-MANY_TOKENS = 1024  # of chunks, from which on tiles are large
+WARP_BYTES = 2048  # of queries, for each warp of a program that takes rows
+CHUNK_TILE = 64  # tokens
 TABLE_BLOCK = 64
 
 
@@ -36,6 +37,7 @@ class InvariantAttention:
         num_cores: int,
         max_model_len: int,
     ) -> None:
+        assert scale > 0  # the largest score is found before the scale is applied
         self.pools = pools
         self._num_heads = num_heads
         self._num_kv_heads = pools[0].shape[1] // 2
@@ -45,10 +47,13 @@ class InvariantAttention:
         self._num_cores = num_cores
         self._max_segments = num_segments(max_model_len)
         self._scratch = self._make_scratch(num_rows)
+        self._block_g = max(MIN_GROUP, triton.next_power_of_2(self._group))
+        block_d = max(16, triton.next_power_of_2(self._head_dim))
+        self.num_warps = min(max(self._block_g * block_d * pools[0].element_size() // WARP_BYTES, 1), 4)
         self._shape: dict[str, Any] = {
             "NUM_KV": self._num_kv_heads,
             "HEAD_DIM": self._head_dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(self._head_dim)),
+            "BLOCK_D": block_d,
             "BLOCK_SIZE": block_size,
             "PRECISION": "ieee" if pools[0].dtype == torch.float32 else "tf32",
         }
@@ -66,12 +71,13 @@ class InvariantAttention:
     def num_splits(self, num_rows: int) -> int:
         """Programs that share each row's segments, so that every core has work a few times over."""
         programs, splits = num_rows * self._num_kv_heads, 1
-        while splits < MAX_SPLITS and programs * splits * 2 <= PROGRAMS_A_CORE * self._num_cores:
+        most = min(MAX_SPLITS, self._max_segments)
+        while splits < most and programs * splits * 2 <= PROGRAMS_A_CORE * self._num_cores:
             splits *= 2
         return splits
 
     def begin(self, batch: AttentionBatch) -> Attend:
-        tiles, block_m = self._lay_out(batch)
+        tiles = self._lay_out(batch)
 
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
             pool = self.pools[layer]
@@ -80,25 +86,24 @@ class InvariantAttention:
                 self._attend_rows(batch, pool, heads, rotation, out)
             if tiles is not None:
                 q = self._store(batch, pool, heads, rotation)
-                self._attend_chunks(batch, pool, q, out, tiles, block_m)
+                self._attend_chunks(batch, pool, q, out, tiles)
             return out.flatten(1)
 
         return attend
 
-    def _lay_out(self, batch: AttentionBatch) -> tuple[torch.Tensor | None, int]:
-        """The tiles of all chunks, [num_tiles, 2] on the device, and the number of tokens of each."""
+    def _lay_out(self, batch: AttentionBatch) -> torch.Tensor | None:
+        """The tiles of all chunks, [num_tiles, 2] on the device; None: there are no chunks."""
         num_tokens = batch.num_chunk_tokens
         if num_tokens == 0:
-            return None, 0
-        block_m = 128 if num_tokens >= MANY_TOKENS else 64
+            return None
         num_chunks = len(batch.chunk_rows)
-        num_tiles = num_tokens // block_m + num_chunks
+        num_tiles = num_tokens // CHUNK_TILE + num_chunks
         tiles = torch.empty(num_tiles, 2, dtype=torch.int32, device=batch.slots.device)
         lay_out[(triton.cdiv(num_tiles, TABLE_BLOCK),)](
             batch.chunk_starts, batch.chunk_ends, tiles, num_chunks, num_tiles,
-            BLOCK_M=block_m, BLOCK=TABLE_BLOCK, num_warps=4,
+            BLOCK_M=CHUNK_TILE, BLOCK=TABLE_BLOCK, num_warps=4,
         )  # fmt: skip
-        return tiles, block_m
+        return tiles
 
     def _attend_rows(
         self, batch: AttentionBatch, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor
@@ -109,9 +114,9 @@ class InvariantAttention:
             heads, rotation.cos_sin, heads if norm is None else norm, pool, batch.slots, batch.blocks,
             batch.decode_rows, batch.decode_lengths, out, *self._scratch,
             rotation.eps, self._scale, batch.blocks.stride(0),
-            GROUP=self._group, BLOCK_G=max(MIN_GROUP, triton.next_power_of_2(self._group)),
+            GROUP=self._group, BLOCK_G=self._block_g,
             GROUP_2=triton.next_power_of_2(self._group), NUM_SPLITS=splits, MAX_SEGMENTS=self._max_segments,
-            HAS_NORM=norm is not None, num_warps=1, num_stages=2, **self._shape, **pdl(),
+            HAS_NORM=norm is not None, num_warps=self.num_warps, num_stages=2, **self._shape, **pdl(),
         )  # fmt: skip
 
     def _store(
@@ -132,16 +137,10 @@ class InvariantAttention:
         return q
 
     def _attend_chunks(
-        self,
-        batch: AttentionBatch,
-        pool: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        tiles: torch.Tensor,
-        block_m: int,
+        self, batch: AttentionBatch, pool: torch.Tensor, q: torch.Tensor, out: torch.Tensor, tiles: torch.Tensor
     ) -> None:
         attend_chunks[(self._num_heads, len(tiles))](
             q, pool, batch.blocks, tiles, batch.chunk_rows, batch.chunk_offsets, batch.chunk_starts, batch.chunk_ends,
             out, self._scale, batch.blocks.stride(0),
-            NUM_HEADS=self._num_heads, BLOCK_M=block_m, num_warps=block_m // 16, num_stages=2, **self._shape,
+            NUM_HEADS=self._num_heads, BLOCK_M=CHUNK_TILE, num_warps=4, num_stages=2, **self._shape,
         )  # fmt: skip
