@@ -15,7 +15,7 @@ import triton
 
 from gapless.attention.base import Attend, AttentionBatch, Rotation
 from gapless.kernels.attention import decode, prefill, rotate_and_store
-from gapless.kernels.launch import pdl
+from gapless.kernels.launch import HOPPER, generation, pdl
 from gapless.models.spec import AttentionSpec, Feature, attention_features, lacking
 
 HEADS_A_PROGRAM = 8  # of the rotation kernel
@@ -24,6 +24,8 @@ PROGRAMS_A_CORE = 8  # most, when keys are split; half as many where there are m
 PROGRAMS_AHEAD = 2  # most per core for which they prefetch their first keys before they wait
 WARP_BYTES = 4096  # of queries, for each warp of a decode program
 MIN_GROUP = 16  # rows of a tile that the matrix units take
+STREAM_DTYPES = (torch.bfloat16, torch.float16)
+STREAM_HEAD_DIMS = (64, 128)
 PREFILL_BLOCK_M = 64
 
 # a part of a layer's work: (pool, heads, rotation, out [num_tokens, num_heads, head_dim]) -> out or what replaces it
@@ -57,6 +59,15 @@ class Chunks:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StreamSizes:
+    """How the kernel that streams the keys of decode rows is launched."""
+
+    num_warps: int = 4
+    num_stages: int = 4  # of its ring, a block for each warp in each
+    programs_a_core: int = 1
+
+
 class TritonAttention:
     """Attention over `pools`, one for each layer: [num_slots, 2 * num_kv_heads, head_dim], k heads before v heads."""
 
@@ -87,6 +98,7 @@ class TritonAttention:
         self._num_cores = num_cores
         self._precision = "ieee" if pools[0].dtype == torch.float32 else "tf32"
         self._scratch = self._make_scratch(num_rows)
+        self.stream_sizes = StreamSizes() if self._can_stream() else None
 
     @staticmethod
     def why_not(specs: Sequence[AttentionSpec]) -> str | None:
@@ -102,6 +114,17 @@ class TritonAttention:
         stats = torch.empty(num_parts * self._group * 2, dtype=torch.float32, device=device)
         counters = torch.zeros(num_rows * self._num_kv_heads, dtype=torch.int32, device=device)
         return parts, stats, counters
+
+    def _can_stream(self) -> bool:
+        """Whether this GPU and these heads are what the kernel in Gluon is for."""
+        pool = self.pools[0]
+        if generation() != HOPPER or pool.dtype not in STREAM_DTYPES or self._head_dim not in STREAM_HEAD_DIMS:
+            return False
+        try:
+            from gapless.kernels import stream
+        except (ImportError, AttributeError):  # Gluon is experimental: its names come and go
+            return False
+        return self._block_size == stream.BLOCK_SIZE and self._group <= stream.MAX_GROUP
 
     def num_splits(self, num_rows: int) -> int:
         """Parts into which each row's keys are split, so that every core has work a few times over."""
@@ -150,6 +173,9 @@ class TritonAttention:
     def _attend_decodes(
         self, batch: AttentionBatch, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor
     ) -> torch.Tensor:
+        if self.stream_sizes is not None:
+            self._stream(batch, pool, heads, rotation, out, self.stream_sizes)
+            return out
         splits = self.num_splits(batch.num_decodes)
         ahead = self.loads_ahead(batch.num_decodes)
         parts, stats, counters = self._scratch
@@ -165,6 +191,28 @@ class TritonAttention:
             **self._shape(), **pdl(),
         )  # fmt: skip
         return out
+
+    def _stream(
+        self,
+        batch: AttentionBatch,
+        pool: torch.Tensor,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        out: torch.Tensor,
+        sizes: StreamSizes,
+    ) -> None:
+        from gapless.kernels.stream import stream_decode  # on Hopper alone
+
+        count = batch.num_decodes
+        norm = rotation.norm_weight
+        stream_decode[(sizes.programs_a_core * self._num_cores,)](
+            heads, rotation.cos_sin, heads if norm is None else norm, pool, batch.slots, batch.blocks,
+            batch.decode_rows, batch.decode_lengths, out, *self._scratch,
+            rotation.eps, self._scale, batch.blocks.stride(0), count,
+            NUM_KV=self._num_kv_heads, GROUP=self._group, GROUP_2=triton.next_power_of_2(self._group),
+            HEAD_DIM=self._head_dim, LENGTHS=max(32, triton.next_power_of_2(count)), MIN_SHARE=sizes.num_warps,
+            NUM_STAGES=sizes.num_stages, HAS_NORM=norm is not None, num_warps=sizes.num_warps, launch_pdl=True,
+        )  # fmt: skip
 
     def _attend_chunks(
         self,
