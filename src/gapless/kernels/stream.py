@@ -30,28 +30,23 @@ def _plus(a, b):
 
 
 @gluon.jit
-def _find(lengths, num_rows, unit, LENGTHS: gl.constexpr, NUM_KV: gl.constexpr):
-    """The row that holds a place in the list of all blocks, and the place of that row."""
-    layout: gl.constexpr = gl.BlockedLayout([LENGTHS // 32], [32], [gl.num_warps()], [0])
+def _my_share(lengths, num_rows, LENGTHS: gl.constexpr, MIN_SHARE: gl.constexpr, NUM_KV: gl.constexpr):
+    """Blocks of a share, the first one of this program's, how many it has, the row of that, and the row's first one."""
+    layout: gl.constexpr = gl.BlockedLayout([LENGTHS // 32], [32], [gl.num_warps()], [0])  # each warp has them all
     index = gl.arange(0, LENGTHS, layout=layout)
     length = gl.load(lengths + index, mask=index < num_rows, other=0).to(gl.int32)
     end = gl.associative_scan((length + BLOCK - 1) // BLOCK * NUM_KV, 0, _plus)
-    before = (end <= unit) & (index < num_rows)
-    return gl.sum(before.to(gl.int32), axis=0), gl.max(gl.where(before, end, 0), axis=0)
+    num_units = gl.max(end, axis=0)
+    share = gl.maximum((num_units + gl.num_programs(0) - 1) // gl.num_programs(0), MIN_SHARE)
+    unit = gl.program_id(0) * share
+    before = end <= unit
+    row = gl.sum(before.to(gl.int32), axis=0)
+    return share, unit, gl.minimum(num_units - unit, share), row, gl.max(gl.where(before, end, 0), axis=0)
 
 
 @gluon.jit
-def _count(lengths, num_rows, LENGTHS: gl.constexpr, NUM_KV: gl.constexpr):
-    """How many blocks all heads of all rows have."""
-    layout: gl.constexpr = gl.BlockedLayout([LENGTHS // 32], [32], [gl.num_warps()], [0])
-    index = gl.arange(0, LENGTHS, layout=layout)
-    length = gl.load(lengths + index, mask=index < num_rows, other=0).to(gl.int32)
-    return gl.sum((length + BLOCK - 1) // BLOCK, axis=0) * NUM_KV
-
-
-@gluon.jit
-def _next(lengths, num_rows, row, head, block, length, count, NUM_KV: gl.constexpr):
-    """The place `count` blocks on, within a head or at the begin of the next one."""
+def _next(lengths, num_rows, row, head, block, length, next_length, count, NUM_KV: gl.constexpr):
+    """The place `count` blocks on, within a head or at the begin of the next one. A length is loaded a row ahead."""
     block += count
     if block * BLOCK >= length:
         block = 0
@@ -59,16 +54,16 @@ def _next(lengths, num_rows, row, head, block, length, count, NUM_KV: gl.constex
         if head == NUM_KV:
             head = 0
             row += 1
-            length = gl.load(lengths + gl.minimum(row, num_rows - 1)).to(gl.int32)
-    return row, head, block, length
+            length = next_length
+            next_length = gl.load(lengths + gl.minimum(row + 1, num_rows - 1)).to(gl.int32)
+    return row, head, block, length, next_length
 
 
 @gluon.jit
-def _look_up(blocks, rows, num_rows, table_stride, row, block, count, WARPS: gl.constexpr, LAYOUT: gl.constexpr):
+def _look_up(blocks, table, block, count, WARPS: gl.constexpr, LAYOUT: gl.constexpr):
     """The numbers of `count` blocks of a row, one for each warp."""
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    table = blocks + gl.load(rows + gl.minimum(row, num_rows - 1)) * table_stride
-    return gl.load(table + block + warp, mask=warp < count, other=0)
+    return gl.load(blocks + table + block + warp, mask=warp < count, other=0)
 
 
 @gluon.jit
@@ -91,25 +86,32 @@ def _request(
 
 
 @gluon.jit
-def _turned(
-    heads, norm, cos_sin, row, head, dim, valid, eps,
+def _load_head(
+    heads, norm, row, head, dim, valid,
     TOTAL: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
-    """Query or key heads of a row's new token, normalized and rotated. float32"""
+    """Query or key heads of a row's new token and the weights of their norm, each with that of the other half."""
     partner = (dim + HEAD_DIM // 2) % HEAD_DIM
     base = heads + (row * TOTAL + head)[:, None] * HEAD_DIM
-    x = gl.load(base + dim[None, :], mask=valid, other=0.0).to(gl.float32)
-    y = gl.load(base + partner[None, :], mask=valid, other=0.0).to(gl.float32)
-    angle = cos_sin + row * 2 * HEAD_DIM + dim
-    cos = gl.load(angle).to(gl.float32)
-    sin = gl.load(angle + HEAD_DIM).to(gl.float32)
+    x = gl.load(base + dim[None, :], mask=valid, other=0.0)
+    y = gl.load(base + partner[None, :], mask=valid, other=0.0)
+    x_weight, y_weight = x, y
     if HAS_NORM:
         weights = norm + head[:, None] * HEAD_DIM
-        x_weight = gl.load(weights + dim[None, :], mask=valid, other=0.0).to(gl.float32)
-        y_weight = gl.load(weights + partner[None, :], mask=valid, other=0.0).to(gl.float32)
+        x_weight = gl.load(weights + dim[None, :], mask=valid, other=0.0)
+        y_weight = gl.load(weights + partner[None, :], mask=valid, other=0.0)
+    return x, y, x_weight, y_weight
+
+
+@gluon.jit
+def _turned(x, y, x_weight, y_weight, cos, sin, eps, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr):
+    """Such heads normalized and rotated. float32"""
+    x = x.to(gl.float32)
+    y = y.to(gl.float32)
+    if HAS_NORM:
         scale = gl.rsqrt(gl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        x = x * scale * x_weight
-        y = y * scale * y_weight
+        x = x * scale * x_weight.to(gl.float32)
+        y = y * scale * y_weight.to(gl.float32)
     return x * cos[None, :] + y * sin[None, :]
 
 
@@ -122,51 +124,57 @@ def _begin(
     """A row's queries of one KV head to shared memory, and the softmax of no keys.
 
     is_end: the row's new token is among the keys. Its key and value are stored in the pool, and taken in by warp 0.
+    All is loaded at once, without a branch: one wait for memory, not three.
     """
     warps: gl.constexpr = queries.shape[0]
     total_heads: gl.constexpr = NUM_KV * (GROUP + 2)
+    per_head: gl.constexpr = gl.SliceLayout(1, MMA)
+    per_row: gl.constexpr = gl.SliceLayout(2, MMA)
     member = gl.arange(0, NUM_COLUMNS, layout=gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT)))
     dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+    acc_dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, per_row))
     here = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    query = _turned(
-        heads, norm, cos_sin, row, kv_head * GROUP + member, dim, here, eps, total_heads, HEAD_DIM, HAS_NORM
-    ).to(heads.dtype.element_ty)  # fmt: skip
-    copies = gl.arange(0, warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-    repeated = gl.where(copies >= 0, gl.expand_dims(query, 0), 0.0)
-    queries.store(repeated.to(heads.dtype.element_ty))
+    new = ((member >= 0)[:, None] & (dim < HEAD_DIM)[None, :]) & is_end
+    once = new & (member == 0)[:, None]
+    same = member * 0
+    x, y, x_weight, y_weight = _load_head(
+        heads, norm, row, kv_head * GROUP + member, dim, here, total_heads, HEAD_DIM, HAS_NORM
+    )  # fmt: skip
+    k_x, k_y, k_x_weight, k_y_weight = _load_head(
+        heads, norm, row, NUM_KV * GROUP + kv_head + same, dim, new, total_heads, HEAD_DIM, HAS_NORM
+    )  # fmt: skip
+    value_at = heads + (row * total_heads + NUM_KV * (GROUP + 1) + kv_head) * HEAD_DIM
+    value = gl.load(value_at + same[:, None] + dim[None, :], mask=once, other=0.0)
+    acc_value = gl.load(value_at + acc_dim, mask=(acc_dim < HEAD_DIM) & is_end, other=0.0)
+    new_slot = gl.load(slots + row)
+    angle = cos_sin + row * 2 * HEAD_DIM + dim
+    cos = gl.load(angle).to(gl.float32)
+    sin = gl.load(angle + HEAD_DIM).to(gl.float32)
 
-    per_head: gl.constexpr = gl.SliceLayout(1, MMA)
-    top = gl.full([warps, NUM_COLUMNS], LOWEST, gl.float32, layout=per_head)
-    total = gl.zeros([warps, BLOCK, NUM_COLUMNS], gl.float32, layout=MMA)
+    query = _turned(x, y, x_weight, y_weight, cos, sin, eps, HEAD_DIM, HAS_NORM).to(heads.dtype.element_ty)
+    copies = gl.arange(0, warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+    queries.store(gl.where(copies >= 0, gl.expand_dims(query, 0), 0.0).to(heads.dtype.element_ty))
+    key = _turned(k_x, k_y, k_x_weight, k_y_weight, cos, sin, eps, HEAD_DIM, HAS_NORM).to(pool.dtype.element_ty)
+    pool_at = pool + (new_slot * 2 * NUM_KV + kv_head) * HEAD_DIM + same[:, None] + dim[None, :]
+    gl.store(pool_at, key, mask=once)
+    gl.store(pool_at + NUM_KV * HEAD_DIM, value.to(pool.dtype.element_ty), mask=once)
+
+    score = gl.sum(query.to(gl.float32) * key.to(gl.float32), axis=1) * scale
+    score = gl.convert_layout(score, gl.SliceLayout(0, per_head))
+    has_new = (gl.arange(0, warps, layout=gl.SliceLayout(1, per_head)) == 0) & is_end
+    top = gl.where(has_new[:, None], score[None, :], LOWEST)
+    has_new = (gl.arange(0, warps, layout=gl.SliceLayout(1, per_row)) == 0) & is_end
+    slot = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, per_row))
+    zero = gl.zeros([warps, BLOCK, NUM_COLUMNS], gl.float32, layout=MMA)
+    total = gl.where((has_new[:, None] & (slot == 0)[None, :])[:, :, None], 1.0, zero)
     acc = gl.zeros([warps, HEAD_DIM, NUM_COLUMNS], gl.float32, layout=MMA)
-    if is_end:
-        key_head = member * 0 + NUM_KV * GROUP + kv_head
-        every = here | (dim < HEAD_DIM)[None, :]
-        key = _turned(heads, norm, cos_sin, row, key_head, dim, every, eps, total_heads, HEAD_DIM, HAS_NORM)
-        key = key.to(pool.dtype.element_ty)
-        once = every & (member == 0)[:, None]
-        value_at = heads + (row * total_heads + NUM_KV * (GROUP + 1) + kv_head) * HEAD_DIM
-        value = gl.load(value_at + (member * 0)[:, None] + dim[None, :], mask=once, other=0.0)
-        pool_at = pool + (gl.load(slots + row) * 2 * NUM_KV + kv_head) * HEAD_DIM + (member * 0)[:, None] + dim[None, :]
-        gl.store(pool_at, key, mask=once)
-        gl.store(pool_at + NUM_KV * HEAD_DIM, value.to(pool.dtype.element_ty), mask=once)
-        score = gl.sum(query.to(gl.float32) * key.to(gl.float32), axis=1) * scale
-        score = gl.convert_layout(score, gl.SliceLayout(0, per_head))
-        warp = gl.arange(0, warps, layout=gl.SliceLayout(1, per_head))
-        top = gl.where((warp == 0)[:, None], score[None, :], top)
-        first = gl.arange(0, warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
-        slot = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
-        is_first = (first == 0)[:, None] & (slot == 0)[None, :]
-        total = gl.where(is_first[:, :, None], 1.0, total)
-        acc_dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
-        new = gl.load(value_at + acc_dim).to(gl.float32)
-        acc = gl.where((first == 0)[:, None, None], new[None, :, None], acc)
+    acc = gl.where(has_new[:, None, None], acc_value.to(gl.float32)[None, :, None], acc)
     return top, total, acc
 
 
 @gluon.jit
 def _take_in(
-    query, keys, values, stage, top, total, acc, block, known, scale,
+    query, query_2, keys, values, stage, top, total, acc, block, known, scale,
     MMA: gl.constexpr,
 ):  # fmt: skip
     """Add a stage of the ring to the running softmax of each warp: its block's keys below `known`."""
@@ -174,8 +182,11 @@ def _take_in(
     warp = gl.arange(0, warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
     slot = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
     seen = ((block + warp) * BLOCK)[:, None] + slot[None, :] < known
-    k = keys.index(stage).load(gl.DotOperandLayout(0, MMA, 2))
-    scores = mma_v2(k, query, gl.zeros([warps, BLOCK, NUM_COLUMNS], gl.float32, layout=MMA)) * scale
+    half: gl.constexpr = keys.shape[3] // 2
+    zero = gl.zeros([warps, BLOCK, NUM_COLUMNS], gl.float32, layout=MMA)
+    k = keys.index(stage).slice(0, half, dim=2).load(gl.DotOperandLayout(0, MMA, 2))
+    k_2 = keys.index(stage).slice(half, half, dim=2).load(gl.DotOperandLayout(0, MMA, 2))
+    scores = (mma_v2(k, query, zero) + mma_v2(k_2, query_2, zero)) * scale  # two chains take half as long
     scores = gl.where(seen[:, :, None], scores, -float("inf"))
     new_top = gl.maximum(top, gl.max(scores, axis=1))
     fade = gl.exp2(top - new_top)[:, None, :]
@@ -287,29 +298,33 @@ def stream_decode(
     queries = gl.allocate_shared_memory(dtype, [warps, NUM_COLUMNS, HEAD_DIM], swizzled)
 
     gdc_launch_dependents()
-    num_units = _count(lengths, num_rows, LENGTHS, NUM_KV)  # lengths are known since the step began
-    share = gl.maximum((num_units + gl.num_programs(0) - 1) // gl.num_programs(0), MIN_SHARE)
-    unit = gl.program_id(0) * share
-    left = gl.minimum(num_units - unit, share)
+    share, unit, left, row, row_unit = _my_share(lengths, num_rows, LENGTHS, MIN_SHARE, NUM_KV)
     if left > 0:
-        row, row_unit = _find(lengths, num_rows, unit, LENGTHS, NUM_KV)
         length = gl.load(lengths + row).to(gl.int32)
         num_blocks = (length + BLOCK - 1) // BLOCK
         head = (unit - row_unit) // num_blocks
         block = (unit - row_unit) % num_blocks
-        to_row, to_head, to_block, to_length, to_left = row, head, block, length, left  # of the next request
+        next_length = gl.load(lengths + gl.minimum(row + 1, num_rows - 1)).to(gl.int32)
+        table = gl.load(rows + row) * table_stride
+        # the place of the next request, and the next row's number there
+        to_row, to_head, to_block, to_length, to_next_length, to_left = row, head, block, length, next_length, left
+        next_number = gl.load(rows + gl.minimum(row + 1, num_rows - 1))
         to_count = gl.minimum(gl.minimum(num_blocks - to_block, to_left), warps)
-        number = _look_up(blocks, rows, num_rows, table_stride, to_row, to_block, to_count, warps, copy)
+        number = _look_up(blocks, table, to_block, to_count, warps, copy)
         for stage in gl.static_range(NUM_STAGES - 1):
             _request(
                 pool, keys, values, stage, number, to_head, to_block, to_length, to_count, NUM_KV, HEAD_DIM, copy
             )  # fmt: skip
             to_left -= to_count
-            to_row, to_head, to_block, to_length = _next(
-                lengths, num_rows, to_row, to_head, to_block, to_length, to_count, NUM_KV
+            was = to_row
+            to_row, to_head, to_block, to_length, to_next_length = _next(
+                lengths, num_rows, to_row, to_head, to_block, to_length, to_next_length, to_count, NUM_KV
             )  # fmt: skip
+            if to_row != was:
+                table = next_number * table_stride
+                next_number = gl.load(rows + gl.minimum(to_row + 1, num_rows - 1))
             to_count = gl.minimum(gl.minimum((to_length + BLOCK - 1) // BLOCK - to_block, to_left), warps)
-            number = _look_up(blocks, rows, num_rows, table_stride, to_row, to_block, to_count, warps, copy)
+            number = _look_up(blocks, table, to_block, to_count, warps, copy)
         gdc_wait()
 
         stage = 0
@@ -322,7 +337,9 @@ def stream_decode(
                 NUM_KV, GROUP, HEAD_DIM, HAS_NORM, turn, mma,
             )  # fmt: skip
             _sync()
-            query = queries.permute([0, 2, 1]).load(gl.DotOperandLayout(1, mma, 2))
+            half: gl.constexpr = HEAD_DIM // 2
+            query = queries.slice(0, half, dim=2).permute([0, 2, 1]).load(gl.DotOperandLayout(1, mma, 2))
+            query_2 = queries.slice(half, half, dim=2).permute([0, 2, 1]).load(gl.DotOperandLayout(1, mma, 2))
             known = gl.minimum(length - 1, end * BLOCK)
             while block < end:
                 async_copy.wait_group(NUM_STAGES - 2)
@@ -332,12 +349,18 @@ def stream_decode(
                     to_head, to_block, to_length, to_count, NUM_KV, HEAD_DIM, copy,
                 )  # fmt: skip
                 to_left -= to_count
-                to_row, to_head, to_block, to_length = _next(
-                    lengths, num_rows, to_row, to_head, to_block, to_length, to_count, NUM_KV
+                was = to_row
+                to_row, to_head, to_block, to_length, to_next_length = _next(
+                    lengths, num_rows, to_row, to_head, to_block, to_length, to_next_length, to_count, NUM_KV
                 )  # fmt: skip
+                if to_row != was:
+                    table = next_number * table_stride
+                    next_number = gl.load(rows + gl.minimum(to_row + 1, num_rows - 1))
                 to_count = gl.minimum(gl.minimum((to_length + BLOCK - 1) // BLOCK - to_block, to_left), warps)
-                number = _look_up(blocks, rows, num_rows, table_stride, to_row, to_block, to_count, warps, copy)
-                top, total, acc = _take_in(query, keys, values, stage, top, total, acc, block, known, scale, mma)
+                number = _look_up(blocks, table, to_block, to_count, warps, copy)
+                top, total, acc = _take_in(
+                    query, query_2, keys, values, stage, top, total, acc, block, known, scale, mma
+                )  # fmt: skip
                 stage = (stage + 1) % NUM_STAGES
                 block += warps
             _finish(
@@ -346,4 +369,6 @@ def stream_decode(
             )  # fmt: skip
             unit += end - begin
             left -= end - begin
-            row, head, block, length = _next(lengths, num_rows, row, head, begin, length, end - begin, NUM_KV)
+            row, head, block, length, next_length = _next(
+                lengths, num_rows, row, head, begin, length, next_length, end - begin, NUM_KV
+            )  # fmt: skip
