@@ -63,9 +63,10 @@ class Chunks:
 class StreamSizes:
     """How the kernel that streams the keys of decode rows is launched."""
 
-    num_warps: int = 4
+    num_warps: int = 2
     num_stages: int = 4  # of its ring, a block for each warp in each
-    programs_a_core: int = 1
+    programs_a_core: int = 2
+    min_share: int = 6  # blocks of a program at least, where there are as many: what the ring holds ahead
 
 
 class TritonAttention:
@@ -210,7 +211,7 @@ class TritonAttention:
             batch.decode_rows, batch.decode_lengths, out, *self._scratch,
             rotation.eps, self._scale, batch.blocks.stride(0), count,
             NUM_KV=self._num_kv_heads, GROUP=self._group, GROUP_2=triton.next_power_of_2(self._group),
-            HEAD_DIM=self._head_dim, LENGTHS=max(32, triton.next_power_of_2(count)), MIN_SHARE=sizes.num_warps,
+            HEAD_DIM=self._head_dim, LENGTHS=max(32, triton.next_power_of_2(count)), MIN_SHARE=sizes.min_share,
             NUM_STAGES=sizes.num_stages, HAS_NORM=norm is not None, num_warps=sizes.num_warps, launch_pdl=True,
         )  # fmt: skip
 

@@ -22,6 +22,8 @@ BLOCK_SIZE = 16  # slots of a block: the rows of such a product
 BLOCK = gl.constexpr(BLOCK_SIZE)
 LOWEST = gl.constexpr(-1e30)  # the largest score of no keys; finite, so that differences are numbers
 PARTS_AT_ONCE = gl.constexpr(8)
+TILES = gl.constexpr(32)  # of a chunk
+SNAP = gl.constexpr(16)  # shares may grow by one in this many for the sake of whole rows
 
 
 @gluon.jit
@@ -30,54 +32,77 @@ def _plus(a, b):
 
 
 @gluon.jit
-def _my_share(lengths, num_rows, LENGTHS: gl.constexpr, MIN_SHARE: gl.constexpr, NUM_KV: gl.constexpr):
+def _my_share(lengths, num_rows, sharer, num_sharers, LENGTHS: gl.constexpr, MIN_SHARE: gl.constexpr):
     """Blocks of a share, the first one of this program's, how many it has, the row of that, and the row's first one."""
     layout: gl.constexpr = gl.BlockedLayout([LENGTHS // 32], [32], [gl.num_warps()], [0])  # each warp has them all
     index = gl.arange(0, LENGTHS, layout=layout)
     length = gl.load(lengths + index, mask=index < num_rows, other=0).to(gl.int32)
-    end = gl.associative_scan((length + BLOCK - 1) // BLOCK * NUM_KV, 0, _plus)
+    num_blocks = (length + BLOCK - 1) // BLOCK
+    end = gl.associative_scan(num_blocks, 0, _plus)
     num_units = gl.max(end, axis=0)
-    share = gl.maximum((num_units + gl.num_programs(0) - 1) // gl.num_programs(0), MIN_SHARE)
-    unit = gl.program_id(0) * share
+    longest = gl.max(num_blocks, axis=0)
+    share = gl.maximum((num_units + num_sharers - 1) // num_sharers, MIN_SHARE)
+    whole = (share + longest - 1) // longest * longest
+    share = gl.where(whole * SNAP <= share * (SNAP + 1), whole, share)  # rows of one length need no join then
+    unit = sharer * share
     before = end <= unit
     row = gl.sum(before.to(gl.int32), axis=0)
     return share, unit, gl.minimum(num_units - unit, share), row, gl.max(gl.where(before, end, 0), axis=0)
 
 
 @gluon.jit
-def _next(lengths, num_rows, row, head, block, length, next_length, count, NUM_KV: gl.constexpr):
-    """The place `count` blocks on, within a head or at the begin of the next one. A length is loaded a row ahead."""
+def _next(lengths, num_rows, row, block, length, next_length, count):
+    """The place `count` blocks on, within a row or at the begin of the next one. A length is loaded a row ahead."""
     block += count
     if block * BLOCK >= length:
         block = 0
-        head += 1
-        if head == NUM_KV:
-            head = 0
-            row += 1
-            length = next_length
-            next_length = gl.load(lengths + gl.minimum(row + 1, num_rows - 1)).to(gl.int32)
-    return row, head, block, length, next_length
+        row += 1
+        length = next_length
+        next_length = gl.load(lengths + gl.minimum(row + 1, num_rows - 1)).to(gl.int32)
+    return row, block, length, next_length
 
 
 @gluon.jit
-def _look_up(blocks, table, block, count, WARPS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The numbers of `count` blocks of a row, one for each warp."""
-    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    return gl.load(blocks + table + block + warp, mask=warp < count, other=0)
+def _look_up(
+    blocks, lengths, rows, num_rows, table_stride, row, block, left, length, table, next_length, next_number,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The next chunk from `block` on, which is a row's end or within it: its place, and the numbers of its blocks.
+
+    A chunk has a tile for each lane of a warp. What it needs of a row is loaded a row ahead.
+    """
+    if block * BLOCK >= length:
+        block = 0
+        row += 1
+        length = next_length
+        table = next_number * table_stride
+        next_length = gl.load(lengths + gl.minimum(row + 1, num_rows - 1)).to(gl.int32)
+        next_number = gl.load(rows + gl.minimum(row + 1, num_rows - 1))
+    warps: gl.constexpr = gl.num_warps()
+    end = gl.minimum(gl.minimum((length + BLOCK - 1) // BLOCK, block + left), block + TILES * warps)
+    warp = gl.arange(0, warps, layout=gl.SliceLayout(1, LAYOUT))
+    tile = gl.arange(0, TILES, layout=gl.SliceLayout(0, LAYOUT))
+    place = block + warp[:, None] + (tile * warps)[None, :]
+    numbers = gl.load(blocks + table + place, mask=place < end, other=0).to(gl.int32)
+    return row, block, end, left - (end - block), length, table, next_length, next_number, numbers
 
 
 @gluon.jit
 def _request(
-    pool, keys, values, stage, number, head, block, length, count,
+    pool, keys, values, stage, numbers, tile, head, block, end, length,
     NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Copy `count` blocks, one for each warp, to a stage of the ring; zeros where there are no known keys."""
-    warp = gl.arange(0, keys.shape[1], layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    """Copy a tile of a chunk, a block for each warp, to a stage of the ring; zeros where there are no known keys."""
+    warps: gl.constexpr = keys.shape[1]
+    per_warp: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
+    warp = gl.arange(0, warps, layout=per_warp)
     slot = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    which = gl.full([warps, 1], 0, gl.int32, layout=numbers.type.layout) + tile
+    number = gl.convert_layout(gl.sum(gl.gather(numbers, which, axis=1), axis=1), per_warp).to(gl.int64)
     first = (number * (BLOCK * 2 * NUM_KV) + head) * HEAD_DIM
     at = pool + first[:, None, None] + (slot * (2 * NUM_KV * HEAD_DIM))[None, :, None] + dim[None, None, :]
-    known = gl.minimum(length - 1, (block + count) * BLOCK)  # the new token's key is not there yet
+    known = gl.minimum(length - 1, end * BLOCK)  # the new token's key is not there yet
     mask = ((block + warp) * BLOCK)[:, None] + slot[None, :] < known
     mask = mask[:, :, None] & (dim < HEAD_DIM)[None, None, :]
     _copy(keys.index(stage), at, mask=mask)
@@ -116,26 +141,18 @@ def _turned(x, y, x_weight, y_weight, cos, sin, eps, HEAD_DIM: gl.constexpr, HAS
 
 
 @gluon.jit
-def _begin(
-    heads, cos_sin, norm, pool, slots, queries, row, kv_head, is_end, eps, scale,
+def _load_new(
+    heads, cos_sin, norm, slots, row, kv_head, is_end,
     NUM_KV: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
     LAYOUT: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """A row's queries of one KV head to shared memory, and the softmax of no keys.
-
-    is_end: the row's new token is among the keys. Its key and value are stored in the pool, and taken in by warp 0.
-    All is loaded at once, without a branch: one wait for memory, not three.
-    """
-    warps: gl.constexpr = queries.shape[0]
+    """All that `_begin` takes of a row's new token, in one wait for memory. is_end: with its key and value."""
     total_heads: gl.constexpr = NUM_KV * (GROUP + 2)
-    per_head: gl.constexpr = gl.SliceLayout(1, MMA)
-    per_row: gl.constexpr = gl.SliceLayout(2, MMA)
     member = gl.arange(0, NUM_COLUMNS, layout=gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT)))
     dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
-    acc_dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, per_row))
+    acc_dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
     here = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     new = ((member >= 0)[:, None] & (dim < HEAD_DIM)[None, :]) & is_end
-    once = new & (member == 0)[:, None]
     same = member * 0
     x, y, x_weight, y_weight = _load_head(
         heads, norm, row, kv_head * GROUP + member, dim, here, total_heads, HEAD_DIM, HAS_NORM
@@ -144,18 +161,38 @@ def _begin(
         heads, norm, row, NUM_KV * GROUP + kv_head + same, dim, new, total_heads, HEAD_DIM, HAS_NORM
     )  # fmt: skip
     value_at = heads + (row * total_heads + NUM_KV * (GROUP + 1) + kv_head) * HEAD_DIM
-    value = gl.load(value_at + same[:, None] + dim[None, :], mask=once, other=0.0)
+    value = gl.load(value_at + same[:, None] + dim[None, :], mask=new & (member == 0)[:, None], other=0.0)
     acc_value = gl.load(value_at + acc_dim, mask=(acc_dim < HEAD_DIM) & is_end, other=0.0)
-    new_slot = gl.load(slots + row)
     angle = cos_sin + row * 2 * HEAD_DIM + dim
-    cos = gl.load(angle).to(gl.float32)
-    sin = gl.load(angle + HEAD_DIM).to(gl.float32)
+    cos = gl.load(angle)
+    sin = gl.load(angle + HEAD_DIM)
+    slot = gl.load(slots + row)
+    return x, y, x_weight, y_weight, k_x, k_y, k_x_weight, k_y_weight, value, acc_value, cos, sin, slot
 
-    query = _turned(x, y, x_weight, y_weight, cos, sin, eps, HEAD_DIM, HAS_NORM).to(heads.dtype.element_ty)
+
+@gluon.jit
+def _begin(
+    x, y, x_weight, y_weight, k_x, k_y, k_x_weight, k_y_weight, value, acc_value, cos, sin, new_slot,
+    pool, queries, kv_head, is_end, eps, scale,
+    NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr, LAYOUT: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """A row's queries of one KV head to shared memory, and the softmax of no keys.
+
+    is_end: the row's new token is among the keys. Its key and value are stored in the pool, and taken in by warp 0.
+    """
+    warps: gl.constexpr = queries.shape[0]
+    per_head: gl.constexpr = gl.SliceLayout(1, MMA)
+    per_row: gl.constexpr = gl.SliceLayout(2, MMA)
+    member = gl.arange(0, NUM_COLUMNS, layout=gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT)))
+    dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+    once = ((member == 0)[:, None] & (dim < HEAD_DIM)[None, :]) & is_end
+    cos = cos.to(gl.float32)
+    sin = sin.to(gl.float32)
+    query = _turned(x, y, x_weight, y_weight, cos, sin, eps, HEAD_DIM, HAS_NORM).to(pool.dtype.element_ty)
     copies = gl.arange(0, warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-    queries.store(gl.where(copies >= 0, gl.expand_dims(query, 0), 0.0).to(heads.dtype.element_ty))
+    queries.store(gl.where(copies >= 0, gl.expand_dims(query, 0), 0.0).to(pool.dtype.element_ty))
     key = _turned(k_x, k_y, k_x_weight, k_y_weight, cos, sin, eps, HEAD_DIM, HAS_NORM).to(pool.dtype.element_ty)
-    pool_at = pool + (new_slot * 2 * NUM_KV + kv_head) * HEAD_DIM + same[:, None] + dim[None, :]
+    pool_at = pool + (new_slot * 2 * NUM_KV + kv_head) * HEAD_DIM + (member * 0)[:, None] + dim[None, :]
     gl.store(pool_at, key, mask=once)
     gl.store(pool_at + NUM_KV * HEAD_DIM, value.to(pool.dtype.element_ty), mask=once)
 
@@ -198,8 +235,8 @@ def _take_in(
 
 @gluon.jit
 def _join_parts(
-    out, parts, stats, program, split_slot, num_parts,
-    GROUP: gl.constexpr, GROUP_2: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr,
+    out, parts, stats, first_sharer, kv_head, split_slot, num_parts,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, GROUP_2: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Add up the parts of one head by several programs."""
     member = gl.arange(0, GROUP_2, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
@@ -211,7 +248,7 @@ def _join_parts(
     for start in range(0, num_parts, PARTS_AT_ONCE):
         part = start + index
         here = (part < num_parts)[:, None] & (member < GROUP)[None, :]
-        cell = (program + part) * 2 + gl.where(part == 0, split_slot, 0)
+        cell = ((first_sharer + part) * NUM_KV + kv_head) * 2 + gl.where(part == 0, split_slot, 0)
         stat_at = stats + (cell * 2 * GROUP)[:, None] + member[None, :]
         top = gl.load(stat_at, mask=here, other=LOWEST, cache_modifier=".cg")
         total = gl.load(stat_at + GROUP, mask=here, other=0.0, cache_modifier=".cg")
@@ -233,31 +270,37 @@ def _join_parts(
 
 @gluon.jit
 def _finish(
-    out, parts, stats, counters, top, total, acc, row, kv_head, first_unit, num_blocks, piece_begin, piece_end, share,
-    NUM_KV: gl.constexpr, GROUP: gl.constexpr, GROUP_2: gl.constexpr, HEAD_DIM: gl.constexpr, MMA: gl.constexpr,
+    out, parts, stats, counters, values, sums, top, total, acc, row, kv_head, first_unit, num_blocks, piece_begin, piece_end, share,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, GROUP_2: gl.constexpr, HEAD_DIM: gl.constexpr,
     WIDE: gl.constexpr, JOIN: gl.constexpr,
 ):  # fmt: skip
     """Join the warps. A whole head goes to `out`; a piece is left for the last program to finish one of this head."""
+    sums.index(0).store(top)
+    sums.index(1).store(gl.sum(total, axis=1))
+    values.store(acc)
+    _sync()
+    per_warp: gl.constexpr = gl.SliceLayout(1, WIDE)
+    top = sums.index(0).load(per_warp)
     best = gl.max(top, axis=0)
-    fade = gl.exp2(top - best[None, :])
-    whole = gl.sum(gl.sum(total, axis=1) * fade, axis=0)
-    acc = gl.convert_layout(gl.sum(acc * fade[:, None, :], axis=0), WIDE)
-    per_dim: gl.constexpr = gl.SliceLayout(0, WIDE)
-    member = gl.arange(0, NUM_COLUMNS, layout=per_dim)
-    dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, WIDE))
+    weight = gl.exp2(top - best[None, :])
+    whole = gl.sum(sums.index(1).load(per_warp) * weight, axis=0)
+    acc = gl.sum(values.load(WIDE) * weight[:, None, :], axis=0)
+    whole_2 = gl.convert_layout(whole, gl.SliceLayout(0, gl.SliceLayout(0, WIDE)))
+    member = gl.arange(0, NUM_COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(0, WIDE)))
+    dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, gl.SliceLayout(0, WIDE)))
     at = (member * HEAD_DIM)[None, :] + dim[:, None]
     mask = (member < GROUP)[None, :] & (dim < HEAD_DIM)[:, None]
     out_at = out + (row * NUM_KV + kv_head) * GROUP * HEAD_DIM
     if (piece_begin == 0) & (piece_end == num_blocks):
-        result = acc / gl.convert_layout(whole, per_dim)[None, :]
+        result = acc / whole_2[None, :]
         gl.store(out_at + at, result.to(out.dtype.element_ty), mask=mask)
     else:
-        first_program = first_unit // share
-        num_parts = (first_unit + num_blocks - 1) // share - first_program + 1
+        first_sharer = first_unit // share
+        num_parts = (first_unit + num_blocks - 1) // share - first_sharer + 1
         split_slot = (first_unit % share != 0).to(gl.int32)  # a program's second place, if it begins within it
         cell = gl.program_id(0) * 2 + gl.where(piece_begin == 0, split_slot, 0)
         gl.store(parts + cell * GROUP * HEAD_DIM + at, acc, mask=mask)
-        stat = gl.arange(0, NUM_COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))
+        stat = gl.arange(0, NUM_COLUMNS, layout=gl.SliceLayout(0, per_warp))
         stat_at = stats + cell * 2 * GROUP + stat
         gl.store(stat_at, best, mask=stat < GROUP)
         gl.store(stat_at + GROUP, whole, mask=stat < GROUP)
@@ -266,7 +309,8 @@ def _finish(
         if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
             gl.store(counter, 0)  # ready for the next layer
             _join_parts(
-                out_at, parts, stats, first_program, split_slot, num_parts, GROUP, GROUP_2, HEAD_DIM, JOIN
+                out_at, parts, stats, first_sharer, kv_head, split_slot, num_parts,
+                NUM_KV, GROUP, GROUP_2, HEAD_DIM, JOIN,
             )  # fmt: skip
 
 
@@ -286,7 +330,8 @@ def stream_decode(
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
     copy: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [warps, 1, 1], [2, 1, 0])
     turn: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [1, warps, 1], [2, 1, 0])
-    wide: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, warps], [0, 1])
+    chunk: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
+    wide: gl.constexpr = gl.BlockedLayout([warps, 1, 8], [1, 32, 1], [1, warps, 1], [2, 1, 0])
     group_warps: gl.constexpr = min(GROUP_2, warps)
     join: gl.constexpr = gl.BlockedLayout(
         [PARTS_AT_ONCE, 1, 4], [1, 1, 32], [1, group_warps, warps // group_warps], [2, 1, 0]
@@ -295,46 +340,58 @@ def stream_decode(
     dtype: gl.constexpr = pool.dtype.element_ty
     keys = gl.allocate_shared_memory(dtype, [NUM_STAGES, warps, BLOCK, HEAD_DIM], swizzled)
     values = gl.allocate_shared_memory(dtype, [NUM_STAGES, warps, BLOCK, HEAD_DIM], swizzled)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    joins = gl.allocate_shared_memory(gl.float32, [warps, HEAD_DIM, NUM_COLUMNS], plain)
+    sums = gl.allocate_shared_memory(gl.float32, [2, warps, NUM_COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     queries = gl.allocate_shared_memory(dtype, [warps, NUM_COLUMNS, HEAD_DIM], swizzled)
 
     gdc_launch_dependents()
-    share, unit, left, row, row_unit = _my_share(lengths, num_rows, LENGTHS, MIN_SHARE, NUM_KV)
+    head = gl.program_id(0) % NUM_KV  # side by side: they read the same tokens at the same time
+    share, unit, left, row, row_unit = _my_share(
+        lengths, num_rows, gl.program_id(0) // NUM_KV, gl.num_programs(0) // NUM_KV, LENGTHS, MIN_SHARE
+    )  # fmt: skip
     if left > 0:
         length = gl.load(lengths + row).to(gl.int32)
-        num_blocks = (length + BLOCK - 1) // BLOCK
-        head = (unit - row_unit) // num_blocks
-        block = (unit - row_unit) % num_blocks
         next_length = gl.load(lengths + gl.minimum(row + 1, num_rows - 1)).to(gl.int32)
         table = gl.load(rows + row) * table_stride
-        # the place of the next request, and the next row's number there
-        to_row, to_head, to_block, to_length, to_next_length, to_left = row, head, block, length, next_length, left
         next_number = gl.load(rows + gl.minimum(row + 1, num_rows - 1))
-        to_count = gl.minimum(gl.minimum(num_blocks - to_block, to_left), warps)
-        number = _look_up(blocks, table, to_block, to_count, warps, copy)
+        block = unit - row_unit
+        # requests run ahead by the ring, their blocks are looked up a chunk ahead of them
+        far_row, to_block, to_end, far_left, to_length, table, beyond_length, beyond_number, numbers = _look_up(
+            blocks, lengths, rows, num_rows, table_stride, row, block, left, length, table,
+            next_length, next_number, chunk,
+        )  # fmt: skip
+        far_row, next_block, next_end, far_left, far_length, table, beyond_length, beyond_number, next_numbers = _look_up(
+            blocks, lengths, rows, num_rows, table_stride, far_row, to_end, far_left, to_length, table,
+            beyond_length, beyond_number, chunk,
+        )  # fmt: skip
+        tile = 0
         for stage in gl.static_range(NUM_STAGES - 1):
             _request(
-                pool, keys, values, stage, number, to_head, to_block, to_length, to_count, NUM_KV, HEAD_DIM, copy
+                pool, keys, values, stage, numbers, tile, head, to_block, to_end, to_length, NUM_KV, HEAD_DIM, copy
             )  # fmt: skip
-            to_left -= to_count
-            was = to_row
-            to_row, to_head, to_block, to_length, to_next_length = _next(
-                lengths, num_rows, to_row, to_head, to_block, to_length, to_next_length, to_count, NUM_KV
-            )  # fmt: skip
-            if to_row != was:
-                table = next_number * table_stride
-                next_number = gl.load(rows + gl.minimum(to_row + 1, num_rows - 1))
-            to_count = gl.minimum(gl.minimum((to_length + BLOCK - 1) // BLOCK - to_block, to_left), warps)
-            number = _look_up(blocks, table, to_block, to_count, warps, copy)
+            to_block += warps
+            tile += 1
+            if to_block >= to_end:
+                to_block, to_end, to_length, numbers, tile = next_block, next_end, far_length, next_numbers, 0
+                far_row, next_block, next_end, far_left, far_length, table, beyond_length, beyond_number, next_numbers = _look_up(
+                    blocks, lengths, rows, num_rows, table_stride, far_row, next_end, far_left, far_length, table,
+                    beyond_length, beyond_number, chunk,
+                )  # fmt: skip
         gdc_wait()
 
         stage = 0
+        is_end = block + left >= (length + BLOCK - 1) // BLOCK
+        x, y, x_weight, y_weight, k_x, k_y, k_x_weight, k_y_weight, value, acc_value, cos, sin, slot = _load_new(
+            heads, cos_sin, norm, slots, row, head, is_end, NUM_KV, GROUP, HEAD_DIM, HAS_NORM, turn, mma
+        )  # fmt: skip
         while left > 0:
             num_blocks = (length + BLOCK - 1) // BLOCK
             begin = block
             end = gl.minimum(num_blocks, block + left)
             top, total, acc = _begin(
-                heads, cos_sin, norm, pool, slots, queries, row, head, end == num_blocks, eps, scale,
-                NUM_KV, GROUP, HEAD_DIM, HAS_NORM, turn, mma,
+                x, y, x_weight, y_weight, k_x, k_y, k_x_weight, k_y_weight, value, acc_value, cos, sin, slot,
+                pool, queries, head, is_end, eps, scale, NUM_KV, HEAD_DIM, HAS_NORM, turn, mma,
             )  # fmt: skip
             _sync()
             half: gl.constexpr = HEAD_DIM // 2
@@ -345,30 +402,33 @@ def stream_decode(
                 async_copy.wait_group(NUM_STAGES - 2)
                 _sync()  # all threads' copies are there, and all have read the stage before this one
                 _request(
-                    pool, keys, values, (stage + NUM_STAGES - 1) % NUM_STAGES, number,
-                    to_head, to_block, to_length, to_count, NUM_KV, HEAD_DIM, copy,
+                    pool, keys, values, (stage + NUM_STAGES - 1) % NUM_STAGES, numbers, tile,
+                    head, to_block, to_end, to_length, NUM_KV, HEAD_DIM, copy,
                 )  # fmt: skip
-                to_left -= to_count
-                was = to_row
-                to_row, to_head, to_block, to_length, to_next_length = _next(
-                    lengths, num_rows, to_row, to_head, to_block, to_length, to_next_length, to_count, NUM_KV
-                )  # fmt: skip
-                if to_row != was:
-                    table = next_number * table_stride
-                    next_number = gl.load(rows + gl.minimum(to_row + 1, num_rows - 1))
-                to_count = gl.minimum(gl.minimum((to_length + BLOCK - 1) // BLOCK - to_block, to_left), warps)
-                number = _look_up(blocks, table, to_block, to_count, warps, copy)
+                to_block += warps
+                tile += 1
+                if to_block >= to_end:
+                    to_block, to_end, to_length, numbers, tile = next_block, next_end, far_length, next_numbers, 0
+                    far_row, next_block, next_end, far_left, far_length, table, beyond_length, beyond_number, next_numbers = _look_up(
+                        blocks, lengths, rows, num_rows, table_stride, far_row, next_end, far_left, far_length, table,
+                        beyond_length, beyond_number, chunk,
+                    )  # fmt: skip
                 top, total, acc = _take_in(
                     query, query_2, keys, values, stage, top, total, acc, block, known, scale, mma
                 )  # fmt: skip
                 stage = (stage + 1) % NUM_STAGES
                 block += warps
+            is_end = left - (end - begin) >= (next_length + BLOCK - 1) // BLOCK
+            x, y, x_weight, y_weight, k_x, k_y, k_x_weight, k_y_weight, value, acc_value, cos, sin, slot = _load_new(
+                heads, cos_sin, norm, slots, gl.minimum(row + 1, num_rows - 1), head, is_end,
+                NUM_KV, GROUP, HEAD_DIM, HAS_NORM, turn, mma,
+            )  # fmt: skip
             _finish(
-                out, parts, stats, counters, top, total, acc, row, head, unit - begin, num_blocks, begin, end, share,
-                NUM_KV, GROUP, GROUP_2, HEAD_DIM, mma, wide, join,
+                out, parts, stats, counters, joins, sums, top, total, acc, row, head, unit - begin, num_blocks, begin, end, share,
+                NUM_KV, GROUP, GROUP_2, HEAD_DIM, wide, join,
             )  # fmt: skip
             unit += end - begin
             left -= end - begin
-            row, head, block, length, next_length = _next(
-                lengths, num_rows, row, head, begin, length, next_length, end - begin, NUM_KV
+            row, block, length, next_length = _next(
+                lengths, num_rows, row, begin, length, next_length, end - begin
             )  # fmt: skip
