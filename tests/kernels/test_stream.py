@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from gapless.attention import triton as attention
-from gapless.attention.triton import StreamSizes, TritonAttention
+from gapless.attention.triton import FEW_ROWS, MANY_ROWS, StreamSizes, TritonAttention
 
 SHARED_BYTES = 227 * 1024  # of a core
 HEADS = {  # KV heads, query heads of each, head size, normalized
@@ -42,10 +42,9 @@ print(json.dumps({"shared": made.metadata.shared, "ptx": made.asm["ptx"]}))
 """
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_keys_are_under_way_before_the_wait_and_nothing_is_written(name: str) -> None:
+@pytest.mark.parametrize(("name", "sizes"), [("0.6B", FEW_ROWS), *((name, MANY_ROWS) for name in HEADS)])
+def test_keys_are_under_way_before_the_wait_and_nothing_is_written(name: str, sizes: StreamSizes) -> None:
     num_kv_heads, group, head_dim, norm = HEADS[name]
-    sizes = StreamSizes()
     values = {
         "NUM_KV": num_kv_heads, "GROUP": group, "GROUP_2": 1 << (group - 1).bit_length(), "HEAD_DIM": head_dim,
         "LENGTHS": 32, "MIN_SHARE": sizes.min_share, "NUM_STAGES": sizes.num_stages, "HAS_NORM": norm,
@@ -96,8 +95,8 @@ def test_what_it_is_for(
 ) -> None:
     monkeypatch.setattr(attention, "generation", lambda: generation)
     pools = [torch.zeros(4, 8, head_dim, dtype=dtype)]
-    found = TritonAttention(pools, block_size, num_heads, 1.0, 8, 132).stream_sizes
-    assert (found is not None) is expected
+    found = TritonAttention(pools, block_size, num_heads, 1.0, 8, 132)
+    assert [found.stream_sizes(count) for count in (8, 9)] == ([FEW_ROWS, MANY_ROWS] if expected else [None, None])
 
 
 class Renamed(ModuleType):
@@ -116,13 +115,14 @@ def test_a_triton_that_names_things_otherwise_has_none(
     monkeypatch.delattr("gapless.kernels.stream", raising=False)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon.language.nvidia.ampere", language)
     pools = [torch.zeros(4, 8, 128, dtype=torch.bfloat16)]
-    assert TritonAttention(pools, 16, 16, 1.0, 8, 132).stream_sizes is None
+    assert TritonAttention(pools, 16, 16, 1.0, 8, 132).stream_sizes(1) is None
 
 
-def test_there_is_room_for_the_parts_of_all_programs() -> None:
+@pytest.mark.parametrize("sizes", [FEW_ROWS, MANY_ROWS])
+def test_there_is_room_for_the_parts_of_all_programs(sizes: StreamSizes) -> None:
     """A program has two cells, each of the query heads of a KV head."""
     pools = [torch.zeros(4, 8, 128, dtype=torch.bfloat16)]
     parts, stats, _ = TritonAttention(pools, 16, 16, 1.0, 8, 132)._scratch
-    cells = 2 * StreamSizes().programs_a_core * 132
+    cells = 2 * sizes.programs_a_core * 132
     assert parts.numel() >= cells * 4 * 128
     assert stats.numel() >= cells * 4 * 2

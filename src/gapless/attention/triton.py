@@ -26,6 +26,7 @@ WARP_BYTES = 4096  # of queries, for each warp of a decode program
 MIN_GROUP = 16  # rows of a tile that the matrix units take
 STREAM_DTYPES = (torch.bfloat16, torch.float16)
 STREAM_HEAD_DIMS = (64, 128)
+CORES_A_HEAD = 4  # for each KV head of each row: from here on rows are few
 PREFILL_BLOCK_M = 64
 
 # a part of a layer's work: (pool, heads, rotation, out [num_tokens, num_heads, head_dim]) -> out or what replaces it
@@ -63,10 +64,14 @@ class Chunks:
 class StreamSizes:
     """How the kernel that streams the keys of decode rows is launched."""
 
-    num_warps: int = 2
-    num_stages: int = 4  # of its ring, a block for each warp in each
-    programs_a_core: int = 2
-    min_share: int = 6  # blocks of a program at least, where there are as many: what the ring holds ahead
+    num_warps: int
+    num_stages: int  # of its ring, a block for each warp in each
+    programs_a_core: int
+    min_share: int  # blocks of a program at least, where there are as many
+
+
+FEW_ROWS = StreamSizes(num_warps=4, num_stages=4, programs_a_core=1, min_share=6)  # fewer parts of each to join
+MANY_ROWS = StreamSizes(num_warps=2, num_stages=4, programs_a_core=2, min_share=6)
 
 
 class TritonAttention:
@@ -99,7 +104,7 @@ class TritonAttention:
         self._num_cores = num_cores
         self._precision = "ieee" if pools[0].dtype == torch.float32 else "tf32"
         self._scratch = self._make_scratch(num_rows)
-        self.stream_sizes = StreamSizes() if self._can_stream() else None
+        self._streams = self._can_stream()
 
     @staticmethod
     def why_not(specs: Sequence[AttentionSpec]) -> str | None:
@@ -126,6 +131,12 @@ class TritonAttention:
         except (ImportError, AttributeError):  # Gluon is experimental: its names come and go
             return False
         return self._block_size == stream.BLOCK_SIZE and self._group <= stream.MAX_GROUP
+
+    def stream_sizes(self, num_rows: int) -> StreamSizes | None:
+        """How keys of so many decode rows are streamed; None: the kernel in Triton takes them."""
+        if not self._streams:
+            return None
+        return FEW_ROWS if num_rows * self._num_kv_heads * CORES_A_HEAD <= self._num_cores else MANY_ROWS
 
     def num_splits(self, num_rows: int) -> int:
         """Parts into which each row's keys are split, so that every core has work a few times over."""
@@ -174,8 +185,8 @@ class TritonAttention:
     def _attend_decodes(
         self, batch: AttentionBatch, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor
     ) -> torch.Tensor:
-        if self.stream_sizes is not None:
-            self._stream(batch, pool, heads, rotation, out, self.stream_sizes)
+        if sizes := self.stream_sizes(batch.num_decodes):
+            self._stream(batch, pool, heads, rotation, out, sizes)
             return out
         splits = self.num_splits(batch.num_decodes)
         ahead = self.loads_ahead(batch.num_decodes)
