@@ -6,6 +6,7 @@ Owns their scratch memory. Also runs under Triton's interpreter, where tests com
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import triton
 from gapless.attention.base import Attend, AttentionBatch, Rotation
 from gapless.kernels.attention import decode, prefill, rotate_and_store
 from gapless.kernels.chunk_tiles import SIZE, cut
-from gapless.kernels.launch import beside, pdl
+from gapless.kernels.launch import HOPPER, beside, generation, pdl
 from gapless.models.spec import AttentionSpec, Feature, attention_features, lacking
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ PROGRAMS_A_CORE = 8  # most, when keys are split; half as many where there are m
 PROGRAMS_AHEAD = 2  # most per core for which they prefetch their first keys before they wait
 WARP_BYTES = 4096  # of queries, for each warp of a decode program
 MIN_GROUP = 16  # rows of a tile that the matrix units take
+STREAM_DTYPES = (torch.bfloat16, torch.float16)
+STREAM_HEAD_DIMS = (64, 128)
+STREAM_PROGRAMS = 8  # of the kernel in Triton for each core: where it has as many, it is as fast
+CORES_A_HEAD = 4  # for each KV head of each row: from here on rows are few
 PREFILL_BLOCK_M = 64  # tokens of a tile
 
 # a part of a layer's work: (pool, heads, rotation, out [num_tokens, num_heads, head_dim]) -> out or what replaces it
@@ -41,6 +46,20 @@ def hopper_prefill() -> type[HopperPrefill] | None:
     except (ImportError, AttributeError):  # Gluon is experimental: its names come and go
         return None
     return HopperPrefill
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSizes:
+    """How the kernel that streams the keys of decode rows is launched."""
+
+    num_warps: int
+    num_stages: int  # of its ring, a block for each warp in each
+    programs_a_core: int
+    min_share: int  # blocks of a program at least, where there are as many
+
+
+FEW_ROWS = StreamSizes(num_warps=4, num_stages=4, programs_a_core=1, min_share=6)  # fewer parts of each to join
+MANY_ROWS = StreamSizes(num_warps=2, num_stages=4, programs_a_core=2, min_share=6)
 
 
 class TritonAttention:
@@ -69,6 +88,7 @@ class TritonAttention:
         self._num_cores = num_cores
         self._precision = "ieee" if pools[0].dtype == torch.float32 else "tf32"
         self._scratch = self._make_scratch(num_rows)
+        self._streams = self._can_stream()
         self._hopper = None
         if (kernel := hopper_prefill()) is not None and kernel.is_for(pools[0], block_size):
             self._hopper = kernel(pools[0], block_size, num_heads, self._scale, num_cores)
@@ -88,6 +108,24 @@ class TritonAttention:
         stats = torch.empty(num_parts * self._group * 2, dtype=torch.float32, device=device)
         counters = torch.zeros(num_rows * self._num_kv_heads, dtype=torch.int32, device=device)
         return parts, stats, counters
+
+    def _can_stream(self) -> bool:
+        """Whether this GPU and these heads are what the kernel in Gluon is for."""
+        pool = self.pools[0]
+        if generation() != HOPPER or pool.dtype not in STREAM_DTYPES or self._head_dim not in STREAM_HEAD_DIMS:
+            return False
+        try:
+            from gapless.kernels import stream
+        except (ImportError, AttributeError):  # Gluon is experimental: its names come and go
+            return False
+        return self._block_size == stream.BLOCK_SIZE and self._group <= stream.MAX_GROUP
+
+    def stream_sizes(self, num_rows: int) -> StreamSizes | None:
+        """How keys of so many decode rows are streamed; None: the kernel in Triton takes them."""
+        programs = num_rows * self._num_kv_heads
+        if not self._streams or programs > STREAM_PROGRAMS * self._num_cores:
+            return None
+        return FEW_ROWS if programs * CORES_A_HEAD <= self._num_cores else MANY_ROWS
 
     def num_splits(self, num_rows: int) -> int:
         """Parts into which each row's keys are split, so that every core has work a few times over."""
@@ -147,6 +185,10 @@ class TritonAttention:
     def _attend_decodes(
         self, batch: AttentionBatch, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor
     ) -> torch.Tensor:
+        # beside chunks, the many programs of the other kernel find room where few large ones would wait
+        if batch.num_chunk_tokens == 0 and (sizes := self.stream_sizes(batch.num_decodes)):
+            self._stream(batch, pool, heads, rotation, out, sizes)
+            return out
         splits = self.num_splits(batch.num_decodes)
         ahead = self.loads_ahead(batch.num_decodes)
         parts, stats, counters = self._scratch
@@ -162,6 +204,28 @@ class TritonAttention:
             **self._shape(), **pdl(),
         )  # fmt: skip
         return out
+
+    def _stream(
+        self,
+        batch: AttentionBatch,
+        pool: torch.Tensor,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        out: torch.Tensor,
+        sizes: StreamSizes,
+    ) -> None:
+        from gapless.kernels.stream import stream_decode  # on Hopper alone
+
+        count = batch.num_decodes
+        norm = rotation.norm_weight
+        stream_decode[(sizes.programs_a_core * self._num_cores,)](
+            heads, rotation.cos_sin, heads if norm is None else norm, pool, batch.slots, batch.blocks,
+            batch.decode_rows, batch.decode_lengths, out, *self._scratch,
+            rotation.eps, self._scale, batch.blocks.stride(0), count,
+            NUM_KV=self._num_kv_heads, GROUP=self._group, GROUP_2=triton.next_power_of_2(self._group),
+            HEAD_DIM=self._head_dim, LENGTHS=max(32, triton.next_power_of_2(count)), MIN_SHARE=sizes.min_share,
+            NUM_STAGES=sizes.num_stages, HAS_NORM=norm is not None, num_warps=sizes.num_warps, launch_pdl=True,
+        )  # fmt: skip
 
     def _attend_chunks(
         self,

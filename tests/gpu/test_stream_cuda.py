@@ -1,0 +1,121 @@
+"""Decode attention that streams its keys, on the GPU it is for, against float32 in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from gapless.attention.base import AttentionBatch
+from gapless.models.rope import RotaryRotation
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+BLOCK_SIZE = 16
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Decode rows over shuffled blocks. Slots that hold no key of an earlier step are poison."""
+
+    lengths: tuple[int, ...]
+    num_heads: int = 16
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    norm: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def make(self) -> tuple[AttentionBatch, torch.Tensor, torch.Tensor, RotaryRotation]:
+        """The batch, the pool, the heads of the new tokens, and their rotation."""
+        generator = torch.Generator("cuda").manual_seed(len(self.lengths))
+        count, longest = len(self.lengths), max(self.lengths)
+        max_blocks = -(-longest // BLOCK_SIZE) + 1
+        numbers = torch.randperm(count * max_blocks, generator=generator, device="cuda") + 3
+        tables = torch.zeros(count + 2, max_blocks, dtype=torch.int64, device="cuda")
+        rows = torch.randperm(count + 2, generator=generator, device="cuda")[:count]
+        tables[rows] = numbers.view(count, max_blocks)
+        lengths = torch.tensor(self.lengths, device="cuda")
+        last = lengths - 1
+        slots = tables[rows, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
+
+        def draw(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=generator, device="cuda").to(self.dtype)
+
+        pool = draw((len(numbers) + 3) * BLOCK_SIZE, 2 * self.num_kv_heads, self.head_dim)
+        pool[: 3 * BLOCK_SIZE] = float("nan")
+        for row, length in zip(rows.tolist(), self.lengths, strict=True):
+            unused = tables[row].repeat_interleave(BLOCK_SIZE) * BLOCK_SIZE
+            unused += torch.arange(BLOCK_SIZE, device="cuda").repeat(max_blocks)
+            pool[unused[length - 1 :]] = float("nan")
+        batch = AttentionBatch(slots, tables, rows, lengths, longest, *(slots[:0].int() for _ in range(4)), chunks=())
+        heads = draw(count, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        weight = 1 + draw(self.num_heads + self.num_kv_heads, self.head_dim) / 4 if self.norm else None
+        angle = torch.rand(count, self.head_dim // 2, generator=generator, device="cuda").repeat(1, 2) * 6.28
+        sign = torch.ones(self.head_dim, device="cuda")
+        sign[: self.head_dim // 2] = -1
+        cos_sin = torch.stack((angle.cos(), angle.sin() * sign), dim=1).to(self.dtype)
+        return batch, pool, heads, RotaryRotation(cos_sin, weight, EPS)
+
+    def expected(
+        self, batch: AttentionBatch, pool: torch.Tensor, heads: torch.Tensor, rotation: RotaryRotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention gives in float32, and the keys and values of the new tokens."""
+        kv, group = self.num_kv_heads, self.num_heads // self.num_kv_heads
+        weight = rotation.norm_weight
+        exact = RotaryRotation(rotation.cos_sin.float(), None if weight is None else weight.float(), EPS)
+        turned = exact.apply(heads[:, : self.num_heads + kv].float()).to(self.dtype).float()
+        new = torch.cat((turned[:, self.num_heads :], heads[:, self.num_heads + kv :].float()), dim=1)
+        found = []
+        for i, length in enumerate(self.lengths):
+            places = torch.arange(length - 1, device="cuda")
+            slots = batch.blocks[batch.decode_rows[i], places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+            both = torch.cat((pool[slots].float(), new[i : i + 1]))
+            k, v = (x.repeat_interleave(group, dim=1) for x in both.split(kv, dim=1))
+            weights = (torch.einsum("hd,nhd->hn", turned[i, : self.num_heads], k) * self.head_dim**-0.5).softmax(dim=1)
+            found.append(torch.einsum("hn,nhd->hd", weights, v))
+        return torch.stack(found).flatten(1), new
+
+
+SCENES = [
+    Scene((1,)),
+    Scene((15, 16, 17)),
+    Scene((1000,), norm=True),
+    Scene((640,) * 32, norm=True),
+    Scene((640,) * 32, num_heads=32),
+    Scene(tuple(range(100, 4000, 125))),
+    Scene((5000, 1, 1, 1, 33, 1, 1, 700), num_heads=64),
+    Scene((1,) * 40 + (300,) * 30),
+    Scene((64, 65, 79, 80, 81) * 40, num_heads=8),
+    Scene((100_000, 5), num_heads=32),
+    Scene((333, 20, 4), num_heads=9, num_kv_heads=3, head_dim=64),
+    Scene((333, 20, 4), num_heads=14, num_kv_heads=2, head_dim=64, norm=True),
+    Scene((2000, 40) * 5, num_heads=5, num_kv_heads=5, head_dim=64, dtype=torch.float16),
+    Scene((17,) * 300, num_heads=4, num_kv_heads=1),
+]
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: f"{scene.lengths[:3]}x{len(scene.lengths)}")
+def test_equals_float32(scene: Scene) -> None:
+    from gapless.attention.triton import TritonAttention
+
+    batch, pool, heads, rotation = scene.make()
+    expected, new = scene.expected(batch, pool, heads, rotation)
+    cores = torch.cuda.get_device_properties(0).multi_processor_count
+    attention = TritonAttention(
+        [pool], BLOCK_SIZE, scene.num_heads, scene.head_dim**-0.5, len(batch.blocks), cores
+    )  # fmt: skip
+    if attention.stream_sizes(1) is None:
+        pytest.skip("needs Hopper")
+    attend = attention.begin(batch)
+    found = attend(0, heads, rotation)
+    error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.max() < 5e-3, error
+    assert (found.float() - expected).abs().max() < 0.03
+    torch.testing.assert_close(pool[batch.slots].float(), new, rtol=1e-2, atol=1e-2)
+    for _ in range(3):  # each finds the counters as the one before left them
+        assert torch.equal(attend(0, heads, rotation), found)
