@@ -225,16 +225,6 @@ def draw(
         NO_SAMPLE=NO_SAMPLE, num_warps=8, maxnreg=MAX_REGISTERS, **sizes.search(vocab), **common,
     )  # fmt: skip
     pick_by_passes[(num_rows,)](
-        logits,
-        rows,
-        places,
-        *asked,
-        *stops,
-        figures.maxima,
-        figures.sums,
-        tokens,
-        num_warps=16,
-        **sizes.passes(vocab),
-        **common,
+        logits, rows, places, *asked, *stops, figures.maxima, tokens, num_warps=16, **sizes.passes(vocab), **common
     )
     return tokens

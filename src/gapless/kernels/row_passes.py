@@ -25,69 +25,63 @@ from gapless.kernels.shortlist import (
 
 UNALIGNED = ["rows", "places"]  # they may begin anywhere in a buffer, and no variant is compiled for it
 UNSETTLED = tl.constexpr(-2)  # in place of a token
-NUM_LIMITS = tl.constexpr(7)  # that one pass tries
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite number
 
 
 @triton.jit
 def _limits(low, high, by_key):
-    """Limits between two logits, in equal steps of their keys or of themselves."""
-    step = tl.maximum((key_of(high) - key_of(low)) // (NUM_LIMITS + 1), 1)
-    width = (high - low) * (1 / (NUM_LIMITS + 1))
-    limits = ()
-    for i in tl.static_range(1, NUM_LIMITS + 1):
-        limits += (tl.where(by_key, float_of(key_of(low) + i * step), low + i * width),)
-    return limits
+    """Three limits between two logits, in equal steps of their keys or of themselves."""
+    step = tl.maximum((key_of(high) - key_of(low)) // 4, 1)
+    width = (high - low) * 0.25
+    first = tl.where(by_key, float_of(key_of(low) + step), low + width)
+    second = tl.where(by_key, float_of(key_of(low) + 2 * step), low + 2 * width)
+    third = tl.where(by_key, float_of(key_of(low) + 3 * step), low + 3 * width)
+    return first, second, third
 
 
 @triton.jit
-def _sums_from(
-    limits, low, high, base, stops, num_stops, top, warmth, by_mass, VOCAB: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One pass: the amounts from each limit up, the smallest logit from `low` up, and the largest below `high`."""
-    column = tl.arange(0, BLOCK)
-    sums = ()
-    for _ in tl.static_range(NUM_LIMITS):
-        sums += (tl.zeros([BLOCK], tl.float32),)
-    least = tl.full([BLOCK], float("inf"), tl.float32)
-    most = tl.full([BLOCK], -float("inf"), tl.float32)
-    fetched = fetch(base, column, VOCAB)
-    for start in range(0, VOCAB, BLOCK):
-        following = fetch(base, start + BLOCK + column, VOCAB)
-        x = admit(fetched, start + column, stops, num_stops)
-        amount = tl.where(by_mass, tl.exp((x - top) * warmth), 1.0)
-        grown = ()
-        for i in tl.static_range(NUM_LIMITS):
-            grown += (sums[i] + tl.where(x >= limits[i], amount, 0.0),)
-        sums = grown
-        least = tl.minimum(least, tl.where(x >= low, x, float("inf")))
-        most = tl.maximum(most, tl.where(x < high, x, -float("inf")))
-        fetched = following
-    return sums, tl.min(least, axis=0), tl.max(most, axis=0)
-
-
-@triton.jit
-def _floor(base, stops, num_stops, top, warmth, below, wanted, by_mass, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def _floor(
+    base, stops, num_stops, top, warmth, below, wanted, by_mass,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The smallest of the largest logits that together reach `wanted`, by number or by weight from `below` up.
 
-    It is at least `low` and less than `high`, which each pass brings closer. Steps of keys come to an end for any
-    numbers, steps of the logits themselves sooner for most.
+    It is at least `low` and less than `high`. A pass takes the amounts from three limits up, and the logits next to
+    both ends. Steps of keys end for any numbers, steps of the logits themselves end sooner for most.
     """
+    column = tl.arange(0, BLOCK)
     low = tl.maximum(below, LOWEST)
     high = float_of(key_of(top) + 1)
     smallest = low
     largest = high
     by_key = smallest < largest  # true
     while smallest < largest:
-        limits = _limits(low, high, by_key)
-        sums, smallest, largest = _sums_from(
-            limits, low, high, base, stops, num_stops, top, warmth, by_mass, VOCAB, BLOCK
+        first, second, third = _limits(low, high, by_key)
+        sum_1 = tl.zeros([BLOCK], tl.float32)
+        sum_2 = tl.zeros([BLOCK], tl.float32)
+        sum_3 = tl.zeros([BLOCK], tl.float32)
+        least = tl.full([BLOCK], float("inf"), tl.float32)
+        most = tl.full([BLOCK], -float("inf"), tl.float32)
+        fetched = fetch(base, column, VOCAB)
+        for start in range(0, VOCAB, BLOCK):
+            following = fetch(base, start + BLOCK + column, VOCAB)
+            x = admit(fetched, start + column, stops, num_stops)
+            amount = tl.where(by_mass, tl.exp((x - top) * warmth), 1.0)
+            sum_1 += tl.where(x >= first, amount, 0.0)
+            sum_2 += tl.where(x >= second, amount, 0.0)
+            sum_3 += tl.where(x >= third, amount, 0.0)
+            least = tl.minimum(least, tl.where(x >= low, x, float("inf")))
+            most = tl.maximum(most, tl.where(x < high, x, -float("inf")))
+            fetched = following
+        smallest = tl.min(least, axis=0)
+        largest = tl.max(most, axis=0)
+        reached_1 = tl.sum(sum_1, axis=0) >= wanted
+        reached_2 = tl.sum(sum_2, axis=0) >= wanted
+        reached_3 = tl.sum(sum_3, axis=0) >= wanted
+        low = tl.maximum(
+            tl.where(reached_3, third, tl.where(reached_2, second, tl.where(reached_1, first, low))), smallest
         )
-        low = tl.maximum(low, smallest)
-        for i in tl.static_range(NUM_LIMITS):
-            is_reached = tl.sum(sums[i], axis=0) >= wanted
-            low = tl.where(is_reached, tl.maximum(low, limits[i]), low)
-            high = tl.where(is_reached, high, tl.minimum(high, limits[i]))
+        high = tl.where(reached_3, high, tl.where(reached_2, third, tl.where(reached_1, second, first)))
         by_key = by_key == 0
     return tl.minimum(smallest, top)  # the likeliest token stays, however little is wanted
 
@@ -127,7 +121,7 @@ def _token_at(base, stops, num_stops, top, warmth, floor, target, VOCAB: tl.cons
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def pick_by_passes(
-    logits, rows, places, temperatures, top_ps, min_ps, top_ks, seeds, stop_ids, min_total, maxima, sums, tokens,
+    logits, rows, places, temperatures, top_ps, min_ps, top_ks, seeds, stop_ids, min_total, maxima, tokens,
     VOCAB: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr,
     SEAT_WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -148,19 +142,14 @@ def pick_by_passes(
         warmth = warmth_of(temperature)
         top_k = top_k_of(top_ks + seat, VOCAB)
         top_p = tl.load(top_ps + seat)
-        total = tl.full([], 0.0, tl.float64)  # mass of what top-k keeps
-        if top_k == 0:
-            mass = tl.load(sums + i * NUM_TILES + tile, mask=tile < NUM_TILES, other=0.0)
-            total = tl.sum((mass * tl.exp((largest - top) * warmth)).to(tl.float64), axis=0)
         floor = tl.full([], -float("inf"), tl.float32)
         for stage in range(2):
             by_mass = stage == 1
             if ((top_k > 0) & (by_mass == 0)) | ((top_p < 1) & by_mass):
                 wanted = top_k.to(tl.float32)
                 if by_mass:
-                    if top_k > 0:
-                        total = _mass(base, stops, num_stops, top, warmth, floor, VOCAB, BLOCK)
-                    wanted = (total * top_p).to(tl.float32)
+                    kept = _mass(base, stops, num_stops, top, warmth, floor, VOCAB, BLOCK)
+                    wanted = (kept * top_p).to(tl.float32)
                 floor = _floor(base, stops, num_stops, top, warmth, floor, wanted, by_mass, VOCAB, BLOCK)
         floor = tl.maximum(floor, floor_of_min_p(top, temperature, tl.load(min_ps + seat)))
         uniform = uniform_of(tl.load(seeds + row * (SEAT_WORDS // 2)), place)
