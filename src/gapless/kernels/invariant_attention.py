@@ -142,11 +142,8 @@ def _nothing(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     The matrix units add up the weights as well, in the order in which they add up values. They take no fewer than
     `SUMS` columns, which are all equal.
     """
-    return (
-        tl.full([ROWS], NOTHING, tl.float32),
-        tl.zeros([ROWS, SUMS], tl.float32),
-        tl.zeros([ROWS, BLOCK_D], tl.float32),
-    )
+    top = tl.full([ROWS], NOTHING, tl.float32)
+    return top, tl.zeros([ROWS, SUMS], tl.float32), tl.zeros([ROWS, BLOCK_D], tl.float32)
 
 
 @triton.jit
@@ -167,9 +164,7 @@ def _store_new(
 
 
 @triton.jit
-def _store_part(
-    parts, stats, cell, top, total, acc, group, dim, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr
-):  # fmt: skip
+def _store_part(parts, stats, cell, top, total, acc, group, dim, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Leave the state of one segment for the program that folds them together."""
     mask = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(parts + (cell * GROUP + group[:, None]) * HEAD_DIM + dim[None, :], acc, mask=mask)
@@ -189,9 +184,7 @@ def _fold_parts(
     total = tl.zeros([GROUP_2, 1], tl.float32)
     acc = tl.zeros([GROUP_2, BLOCK_D], tl.float32)
     for first in range(0, count, JOINED):
-        tops = ()
-        totals = ()
-        accs = ()
+        tops, totals, accs = (), (), ()
         for i in tl.static_range(JOINED):
             at = cell + first + i
             here = group < tl.where(count > first + i, GROUP, 0)
@@ -279,9 +272,8 @@ def attend_rows(
                 _fold_parts(here, parts, stats, cell, count, GROUP, GROUP_2, HEAD_DIM, BLOCK_D)
 
 
-@triton.jit(
-    do_not_specialize=["num_chunks", "num_tiles"], do_not_specialize_on_alignment=["starts", "ends"]
-)  # else lengths that are rare are compiled for in the middle of work
+# else rare lengths would be compiled for in the middle of work
+@triton.jit(do_not_specialize=["num_chunks", "num_tiles"], do_not_specialize_on_alignment=["starts", "ends"])
 def lay_out(starts, ends, tiles, num_chunks, num_tiles, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
     """Which tile of which chunk each entry of `tiles` [num_tiles, 2] is: (chunk, tile), or (-1, 0)."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -299,9 +291,8 @@ def lay_out(starts, ends, tiles, num_chunks, num_tiles, BLOCK_M: tl.constexpr, B
         before += tl.sum(tl.where(passed, count[None, :], 0), axis=1)
         base += tl.sum(count, axis=0)
     used = chunk < num_chunks
-    inside = entry < num_tiles
-    tl.store(tiles + 2 * entry, tl.where(used, chunk, -1), mask=inside)
-    tl.store(tiles + 2 * entry + 1, tl.where(used, entry - before, 0), mask=inside)
+    tl.store(tiles + 2 * entry, tl.where(used, chunk, -1), mask=entry < num_tiles)
+    tl.store(tiles + 2 * entry + 1, tl.where(used, entry - before, 0), mask=entry < num_tiles)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "offsets", "starts", "ends"])
