@@ -73,7 +73,7 @@ def _(original):
     return match
 
 
-@fault("a prompt's log-probabilities come from the place before", gapless.runner.fill, "_target_parts")
+@fault("a prompt's log-probabilities come from the place before", gapless.runner.fill, "target_parts")
 def _(original):
     def parts(plan: Plan) -> list[IntArray]:
         places, targets = original(plan)
@@ -153,8 +153,8 @@ def _(original):
 
 @fault("a score is written where the next step's begins", gapless.runner.runner, "write_scores")
 def _(original):
-    def write_scores(out: torch.Tensor, num_top: int, logits, tokens, targets: Targets) -> None:
-        original(out, num_top, logits, tokens, targets)
+    def write_scores(out: torch.Tensor, num_top: int, logits, tokens, targets: Targets, by=None) -> None:
+        original(out, num_top, logits, tokens, targets, by)
         scores, size = out.view(-1, score_width(num_top))[len(logits) :], targets.slice_size
         if len(scores) > size:
             scores[size:] = scores[: len(scores) - size].clone()

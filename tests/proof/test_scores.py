@@ -89,10 +89,10 @@ def test_log_probabilities_are_compared(stage: ModelStage, kind: str) -> None:
 def test_a_wrong_log_probability_is_found_and_told(stage: ModelStage, kind: str, part: str) -> None:
     judge, original, steps = judge_of(stage, kind), gapless.runner.runner.write_scores, []
 
-    def write_scores(out: torch.Tensor, num_top: int, logits, tokens, targets: Targets) -> None:
+    def write_scores(out: torch.Tensor, num_top: int, logits, tokens, targets: Targets, by=None) -> None:
         steps.append(1)
         targets = replace(targets, places=targets.places.flip(0)) if len(steps) == 3 else targets
-        original(out, num_top, logits, tokens, targets)
+        original(out, num_top, logits, tokens, targets, by)
 
     def score(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
         steps.append(1)
