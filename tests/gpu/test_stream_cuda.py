@@ -52,7 +52,9 @@ class Scene:
             unused = tables[row].repeat_interleave(BLOCK_SIZE) * BLOCK_SIZE
             unused += torch.arange(BLOCK_SIZE, device="cuda").repeat(max_blocks)
             pool[unused[length - 1 :]] = float("nan")
-        batch = AttentionBatch(slots, tables, rows, lengths, longest, *(slots[:0].int() for _ in range(4)), chunks=())
+        batch = AttentionBatch(
+            slots, tables, rows, lengths, longest, 0, *(slots[:0].int() for _ in range(4)), chunks=()
+        )
         heads = draw(count, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         weight = 1 + draw(self.num_heads + self.num_kv_heads, self.head_dim) / 4 if self.norm else None
         angle = torch.rand(count, self.head_dim // 2, generator=generator, device="cuda").repeat(1, 2) * 6.28

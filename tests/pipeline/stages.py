@@ -58,7 +58,7 @@ class GraphStage(ToyStage):
             "compiled_ahead": lambda *_: nullcontext(SimpleNamespace(names=[])),
         }
         with patching(graphs, **recording, **KERNELS), patching(ladder, **sizes), patching(torch.cuda, **cuda):
-            runner = graphs.GraphRunner(inner, inner._step, cast.limits)
+            runner = graphs.GraphRunner(inner, inner._step, cast.limits, CpuDevice(driver=InlineDriver()))
         return Cast(runner, cast.layers, cast.limits)
 
 

@@ -41,7 +41,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def graph_runner(device: CpuDevice, progress: Callable[[int, int], None] | None = None) -> GraphRunner:
     inner = toy_runner(device, LIMITS)
-    return GraphRunner(inner, inner._step, LIMITS, progress)
+    return GraphRunner(inner, inner._step, LIMITS, device, progress)
 
 
 def run_with_graphs(requests: list[Request]) -> GraphRunner:

@@ -13,7 +13,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from gapless.core.params import MAX_LOGPROBS
 from gapless.core.plan import Plan, score_width
 from gapless.core.request import IntArray
 from gapless.core.row_fields import ALL_NEEDS
-from gapless.device.base import Buffer
+from gapless.device.base import COMPUTE, STREAMS, Buffer, Device
 from gapless.garbage import collections_paused
 from gapless.kernels.ahead import compiled_ahead
 from gapless.kernels.compilers import Compilers
@@ -88,20 +87,18 @@ class GraphRunner:
         runner: Runner,
         step: Step,
         limits: Limits,
+        device: Device,
         progress: Callable[[int, int], None] | None = None,
-        watch: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """watch: what to do around kernels that are launched one by one, to find the device idle between them."""
         self._runner = runner
         self._step = step
         self._limits = limits
-        self._watch = watch
+        self._device = device
         self.ledger: Counter[str] = Counter()  # steps without a graph, by reason
-        device = runner.rows.last_token.device
-        num_rows = limits.num_rows
-        self._packed = torch.zeros(mixed_capacity(limits), dtype=torch.int32, device=device)
+        num_rows, where = limits.num_rows, device.torch_device
+        self._packed = torch.zeros(mixed_capacity(limits), dtype=torch.int32, device=where)
         # tokens of samples, then their scores
-        self._out = torch.zeros(num_rows * (1 + score_width(MAX_LOGPROBS)), dtype=torch.int32, device=device)
+        self._out = torch.zeros(num_rows * (1 + score_width(MAX_LOGPROBS)), dtype=torch.int32, device=where)
         static = (Buffer("graph.in", self._packed, host=False), Buffer("graph.out", self._out, host=False))
         self.buffers: Sequence[Buffer] = (*runner.buffers, *static)  # graphs share them: one replay at a time
         self._graphs: dict[tuple[Shape, bool], Captured] = {}  # by shape and whether all rows are greedy, unscored
@@ -146,7 +143,7 @@ class GraphRunner:
         plan, shape = filled.plan, filled.shape
         if shape is None:
             self.ledger[_why_no_graph(plan) or "no graph: none was captured"] += 1
-            with self._watch():
+            with self._device.watch():
                 self._runner.step(filled, packed_plan, out)
             return
         resident, self._resident = self._resident, None  # unknown, should this raise
@@ -162,20 +159,23 @@ class GraphRunner:
         if scores:
             out[count : count + scores].copy_(self._scores[:scores])
         if plan.num_targets:
-            with self._watch():
+            with self._device.watch():
                 self._score_targets(plan, packed_plan, out[count + scores : plan.num_results])
 
     def _score_targets(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         """A slice at a time: the logits of a whole prompt would not fit into memory."""
-        size, width, by = self._limits.num_rows, score_width(plan.num_top), self._step.score or score
+        size, width = self._limits.num_rows, score_width(plan.num_top)
         total = in_slices(plan.num_targets, size)
-        assert self._hidden is not None
         places, targets = packed_plan[-2 * total :].long().view(2, total)
         for start in range(0, total, size):
-            part = slice(start, start + size)
-            logits = self._step.model.logits(self._hidden[places[part]])
             scores = out[start * width : (start + size) * width]  # of the last slice, fewer
-            scores.copy_(by(logits, targets[part], plan.num_top).view(-1)[: len(scores)])
+            part = slice(start, start + size)
+            scores.copy_(self._score_slice(places[part], targets[part], plan.num_top).view(-1)[: len(scores)])
+
+    def _score_slice(self, places: torch.Tensor, targets: torch.Tensor, num_top: int) -> torch.Tensor:
+        assert self._hidden is not None
+        by = self._step.score or score
+        return by(self._step.model.logits(self._hidden[places]), targets, num_top)
 
     @property
     def _scores(self) -> torch.Tensor:
@@ -230,7 +230,14 @@ class GraphRunner:
         self.cost.num_kernels = len(ahead.names)
         for shape, is_plain in wanted:
             self._play(step, self._padding(shape), is_plain)
+        # the allocator keeps memory for each stream apart, and this runs on the engine's own
+        self._device.stream(STREAMS[COMPUTE]).run(self._rehearse_scores, "rehearsal")
         torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def _rehearse_scores(self) -> None:
+        nothing = torch.zeros(self._limits.num_rows, dtype=torch.int64, device=self._packed.device)
+        self._score_slice(nothing, nothing, num_top=0)
 
     def _padding(self, shape: Shape) -> DecodeInputs | MixedInputs:
         """Inputs of this shape, and in `_packed` a plan that is padding alone."""

@@ -69,7 +69,7 @@ class CudaKit:
         attention, choice = choose_attention(device, kv, resolved)
         step = Step(model, attention, pick, score)
         runner = Runner(device, limits, kv, step)
-        graphs = GraphRunner(runner, step, limits, progress, device.watch)
+        graphs = GraphRunner(runner, step, limits, device, progress)
         device.late.watch_names("first product", product_shapes)
         return Built(resolved, device, graphs, in_blocks(kv, limits.block_size), str(graphs.cost), choice)
 
