@@ -131,6 +131,14 @@ def test_bench_host_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "ms/step" in capsys.readouterr().out
 
 
+def test_bench_host_checks_its_file_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, words in ((tmp_path / "none" / "x.json", "no such folder"), (tmp_path, "it is a folder")):
+        assert main(["bench", "host", "--batch", "1", "--steps", "20", "--json", str(path)]) == 2
+        captured = capsys.readouterr()
+        assert f"{path}: cannot be written: {words}" in captured.err
+        assert "ms/step" not in captured.out
+
+
 def test_an_interrupted_run_keeps_what_is_done_and_goes_on(tmp_path: Path) -> None:
     """SIGINT in the middle: exit code 130, a part file, and the same command finishes the job with the same results."""
     short = [{"id": i, "prompt": f"Number {i}:", "max_tokens": 2 if i < 4 else 1500} for i in range(6)]

@@ -144,9 +144,11 @@ def _add_benchmarks(commands: Any) -> None:
     bench = commands.add_parser("bench", help="run a benchmark", description="Run a benchmark.")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     host = _command(kinds, "host", "measure the host cost of a step, with the model stubbed out", _bench_host)
-    host.add_argument("--batch", type=int, nargs="+", default=[1, 32, 128, 256, 1024], help="batch sizes")
-    host.add_argument("--steps", type=int, default=200, help="decode steps to time at each batch size")
-    host.add_argument("--depth", type=int, default=2, help="steps in flight")
+    host.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 32, 128, 256, 1024], help="batch sizes (default: %(default)s)"
+    )
+    host.add_argument("--steps", type=int, default=200, help="decode steps to time at each size (default: %(default)s)")
+    host.add_argument("--depth", type=int, default=2, help="steps in flight (default: %(default)s)")
     host.add_argument("--json", metavar="FILE", help="write the rows to this file as JSON")
     offline = _command(kinds, "offline", "measure the throughput of a fixed job, beside peers", _bench_offline)
     from gapless.bench.offline import add_arguments

@@ -80,6 +80,7 @@ def test_a_workload_is_a_load() -> None:
     assert [ask.prompt for ask in load] == work.prompts()
     assert [ask.max_tokens for ask in load] == work.counts()
     assert {ask.delay_s for ask in load} == {0.0}
+    assert make_load(arguments("--workload", "X", "--requests", "5"), 49152) == load[:5]
     delays = [ask.delay_s for ask in make_load(arguments("--workload", "X", "--rate", "50"), 49152)]
     assert delays[0] == 0.0
     assert delays == sorted(delays)
@@ -112,6 +113,8 @@ def test_a_workload_is_served_by_its_model(
     found = json.loads(path.read_text())
     assert found["summary"]["output_tokens"] == sum(WORKLOADS["X"].counts())
     assert (found["first"]["num_requests"], found["later"]["num_requests"]) == (2, 4)
+    assert main(["bench", "serve", "--workload", "X", "--requests", "1", *flags]) == 0
+    assert "1 requests in" in capsys.readouterr().out
 
 
 def test_idle_time_with_nothing_to_run_does_not_count() -> None:
@@ -180,6 +183,10 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
         (["--url", "ftp://x"], "--url must be like"),
         (["--url", "http://127.0.0.1:1"], "does not list its models"),
         (["--workload", "L"], "--workload: unknown or not greedy: 'L'; known: A, B, C, D, E, F, G, H, I, M, N1, N8, X"),
+        (["--workload", "X", "--requests", "1025"], "--requests: workload X has 1024, got 1025"),
+        (["--workload", "X", "--model", "m"], "--model does not go with --workload"),
+        (["--workload", "X", "--input-length", "8"], "--input-length does not go with --workload"),
+        (["--workload", "X", "--output-length", "8"], "--output-length does not go with --workload"),
         (["--first", "-1"], "--first must be at least 0"),
         (["--requests", "0"], "--requests must be at least 1"),
         (["--url", "http://x", "--idle"], "leave --url out"),

@@ -36,6 +36,14 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workloads, "measure_rates", lambda: RATES)
 
 
+def test_without_a_gpu_the_refusal_names_the_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gapless.device.cuda.is_available", lambda: False)
+    assert main(["bench", "offline", "--workload", "D"]) == 2
+    assert capsys.readouterr().err == "gapless: --workload needs an NVIDIA GPU; torch finds none here\n"
+
+
 @pytest.mark.parametrize(
     ("name", "limit_ms"), [("A", 60.9e3 / 8192), ("B", 4.02), ("C", 3.42), ("D", 0.80), ("E", 4.54), ("F", 0.28)]
 )

@@ -112,6 +112,8 @@ def main(batches: Sequence[int], num_steps: int, depth: int, json_path: str | No
     """Measure each batch size, print a table, and write it as JSON if requested."""
     if min(batches) < 1 or num_steps < 2 or depth < 1:
         raise ConfigError("batch sizes and depth must be at least 1, steps at least 2")
+    if json_path is not None:
+        _check_path(Path(json_path))
     torch.set_num_threads(1)
     rows = []
     with progress_bar("measuring", len(batches), "batch") as bar:
@@ -132,6 +134,14 @@ def main(batches: Sequence[int], num_steps: int, depth: int, json_path: str | No
             Path(json_path), {"depth": depth, "python": sys.version.split()[0], "rows": [asdict(row) for row in rows]}
         )
     return 0
+
+
+def _check_path(path: Path) -> None:
+    """Raise ConfigError before anything is measured, if the result could not be written."""
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path}: cannot be written: no such folder")
+    if path.is_dir():
+        raise ConfigError(f"{path}: cannot be written: it is a folder")
 
 
 def _write(path: Path, value: object) -> None:

@@ -40,9 +40,10 @@ def make_load(args: argparse.Namespace, vocab_size: int) -> list[LoadRequest]:
     """The requests: those of a workload, or from the seed."""
     draw = random.Random(args.load_seed)
     if args.workload is not None:
-        delays = _arrivals(draw, args.rate, WORKLOADS[args.workload].num_requests)
-        prompts, counts = WORKLOADS[args.workload].prompts(), WORKLOADS[args.workload].counts()
-        return [LoadRequest(*request) for request in zip(prompts, counts, delays, strict=True)]
+        work = WORKLOADS[args.workload]
+        delays = _arrivals(draw, args.rate, work.num_requests)
+        requests = zip(work.prompts(), work.counts(), delays, strict=True)
+        return [LoadRequest(*request) for request in requests][: args.requests]
     inputs, outputs = read_range("--input-length", args.input_length), read_range("--output-length", args.output_length)
     asks, delay_s = [], 0.0
     for _ in range(args.requests):

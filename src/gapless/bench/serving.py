@@ -28,6 +28,9 @@ from gapless.config import EngineOptions
 from gapless.errors import ConfigError
 from gapless.progress import progress_bar
 
+NUM_REQUESTS = 64
+INPUT_LENGTH, OUTPUT_LENGTH = "32-128", "32-64"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `gapless bench serve`, besides the engine's own."""
@@ -41,15 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="send the requests of a GPU workload, prompts as ids; without --url to its model, with random weights",
     )
     add("--first", type=int, default=0, metavar="N", help="also report the first N answers of the server on their own")
-    add("--requests", type=int, default=64, help="requests in all (default: %(default)s)")
+    add("--requests", type=int, help="requests in all (default: 64; with --workload: all that it has)")
     add("--concurrency", type=int, default=16, help="requests at the same time (default: %(default)s)")
     add("--rate", type=float, help="requests a second with Poisson arrivals, instead of a fixed concurrency")
     add(
         "--input-length",
-        default="32-128",
+        default=INPUT_LENGTH,
         help="words or ids of a prompt: N or LOW-HIGH (default: %(default)s)",
     )
-    add("--output-length", default="32-64", help="tokens of an answer: N or LOW-HIGH (default: %(default)s)")
+    add("--output-length", default=OUTPUT_LENGTH, help="tokens of an answer: N or LOW-HIGH (default: %(default)s)")
     add("--prompts", choices=("text", "ids"), default="text", help="type of the prompts (default: %(default)s)")
     add("--load-seed", type=int, default=0, help="seed of lengths, prompts and arrivals (default: 0)")
     add("--slo-ttft", type=float, default=1000.0, help="goodput limit: ms to the first token (default: %(default)s)")
@@ -68,6 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace, engine: EngineOptions) -> int:
     """Run the load and show the results; 1 when any request failed."""
     _check(args)
+    if args.workload is not None:
+        _check_workload(args, engine)
+    elif args.requests is None:
+        args.requests = NUM_REQUESTS
     with tempfile.TemporaryDirectory() as folder:
         return _run(args, engine if args.workload is None else _set_workload(args, engine, folder))
 
@@ -114,13 +121,10 @@ async def _measure(endpoint: Endpoint, args: argparse.Namespace) -> tuple[list[L
 
 def _check(args: argparse.Namespace) -> None:
     for name in ("requests", "concurrency"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.first < 0:
         raise ConfigError(f"--first must be at least 0, got {args.first}")
-    if args.workload is not None and (args.workload not in WORKLOADS or len(WORKLOADS[args.workload].sampling()) > 1):
-        known = [name for name, work in WORKLOADS.items() if len(work.sampling()) == 1]
-        raise ConfigError(f"--workload: unknown or not greedy: {args.workload!r}; known: {', '.join(known)}")
     for name in ("rate", "timeout", "slo_ttft", "slo_tpot"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:  # not-a-number is neither
@@ -134,12 +138,28 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{path}: cannot be written: it is a folder")
 
 
+def _check_workload(args: argparse.Namespace, engine: EngineOptions) -> None:
+    known = [name for name, work in WORKLOADS.items() if len(work.sampling()) == 1]
+    if args.workload not in known:
+        raise ConfigError(f"--workload: unknown or not greedy: {args.workload!r}; known: {', '.join(known)}")
+    num_requests = WORKLOADS[args.workload].num_requests
+    if args.requests is not None and args.requests > num_requests:
+        raise ConfigError(f"--requests: workload {args.workload} has {num_requests}, got {args.requests}")
+    chosen = {
+        "--model": engine.model != EngineOptions().model,
+        "--input-length": args.input_length != INPUT_LENGTH,
+        "--output-length": args.output_length != OUTPUT_LENGTH,
+    }
+    for flag in (flag for flag, is_set in chosen.items() if is_set):
+        raise ConfigError(f"{flag} does not go with --workload, which sets it")
+
+
 def _set_workload(args: argparse.Namespace, engine: EngineOptions, folder: str) -> EngineOptions:
     """Set the load to a workload's; the options of an engine that runs its model."""
     from gapless.bench.workloads import write_model
 
     work = WORKLOADS[args.workload]
-    args.requests, args.prompts = work.num_requests, "ids"
+    args.requests, args.prompts = args.requests or work.num_requests, "ids"
     return replace(
         engine,
         model=str(write_model(Path(folder), work.shape)),

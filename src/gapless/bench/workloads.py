@@ -203,7 +203,10 @@ def main(task: WorkloadTask) -> int:
     from gapless.device import pick_device
     from gapless.trace.files import TraceFiles
 
-    pick_device("cuda")
+    try:
+        pick_device("cuda")
+    except ConfigError:
+        raise ConfigError("--workload needs an NVIDIA GPU; torch finds none here") from None
     files = TraceFiles.at(task.trace) if task.trace is not None else None
     timelines: list[Timeline] | None = [] if files is not None else None
     rows: list[WorkloadRow] = []
