@@ -99,6 +99,13 @@ def test_what_it_is_for(
     assert [found.stream_sizes(count) for count in (8, 9)] == ([FEW_ROWS, MANY_ROWS] if expected else [None, None])
 
 
+def test_each_kv_head_has_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a GPU may have so few cores that heads would be left over."""
+    monkeypatch.setattr(attention, "generation", lambda: 9)
+    pools = [torch.zeros(4, 2 * 40, 128, dtype=torch.bfloat16)]
+    assert [TritonAttention(pools, 16, 40, 1.0, 8, cores).stream_sizes(1) for cores in (19, 20)] == [None, MANY_ROWS]
+
+
 class Renamed(ModuleType):
     """A language that lacks a name."""
 

@@ -125,7 +125,8 @@ class TritonAttention:
         programs = num_rows * self._num_kv_heads
         if not self._streams or programs > STREAM_PROGRAMS * self._num_cores:
             return None
-        return FEW_ROWS if programs * CORES_A_HEAD <= self._num_cores else MANY_ROWS
+        sizes = FEW_ROWS if programs * CORES_A_HEAD <= self._num_cores else MANY_ROWS
+        return sizes if sizes.programs_a_core * self._num_cores >= self._num_kv_heads else None
 
     def num_splits(self, num_rows: int) -> int:
         """Parts into which each row's keys are split, so that every core has work a few times over."""
