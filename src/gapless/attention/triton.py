@@ -16,7 +16,7 @@ import triton
 from gapless.attention.base import Attend, AttentionBatch, Rotation
 from gapless.kernels.attention import decode, prefill, rotate_and_store
 from gapless.kernels.chunk_tiles import SIZE, cut
-from gapless.kernels.launch import HOPPER, beside, generation, pdl
+from gapless.kernels.launch import HOPPER, beside, generation, gluon_kernels, pdl
 from gapless.models.spec import AttentionSpec, Feature, attention_features, lacking
 
 if TYPE_CHECKING:
@@ -41,11 +41,8 @@ Part = Callable[[torch.Tensor, torch.Tensor, Rotation, torch.Tensor], torch.Tens
 @cache
 def hopper_prefill() -> type[HopperPrefill] | None:
     """The kernel for chunks on Hopper, if this Triton's Gluon is one that it knows."""
-    try:
-        from gapless.kernels.hopper_prefill import HopperPrefill
-    except (ImportError, AttributeError):  # Gluon is experimental: its names come and go
-        return None
-    return HopperPrefill
+    found = gluon_kernels("hopper_prefill")
+    return None if found is None else found.HopperPrefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +111,8 @@ class TritonAttention:
         pool = self.pools[0]
         if generation() != HOPPER or pool.dtype not in STREAM_DTYPES or self._head_dim not in STREAM_HEAD_DIMS:
             return False
-        try:
-            from gapless.kernels import stream
-        except (ImportError, AttributeError):  # Gluon is experimental: its names come and go
-            return False
-        return self._block_size == stream.BLOCK_SIZE and self._group <= stream.MAX_GROUP
+        stream = gluon_kernels("stream")
+        return stream is not None and self._block_size == stream.BLOCK_SIZE and self._group <= stream.MAX_GROUP
 
     def stream_sizes(self, num_rows: int) -> StreamSizes | None:
         """How keys of so many decode rows are streamed; None: the kernel in Triton takes them."""
