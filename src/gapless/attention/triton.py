@@ -175,7 +175,7 @@ class TritonAttention:
         tiles = cut(
             batch.chunk_rows, batch.chunk_offsets, batch.chunk_starts, batch.chunk_ends, batch.num_chunk_tokens, size
         )
-        return [partial(self._attend_chunks, batch, tiles, batch.chunk_offsets, len(batch.slots))]
+        return [partial(self._attend_chunks, batch, tiles)]
 
     def _attend_decodes(
         self, batch: AttentionBatch, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor
@@ -226,15 +226,13 @@ class TritonAttention:
         self,
         batch: AttentionBatch,
         tiles: torch.Tensor,
-        first: torch.Tensor | None,
-        end: int,
         pool: torch.Tensor,
         heads: torch.Tensor,
         rotation: Rotation,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """Of the batch's tokens from `first`, which is on the device, to `end`, those in the tiles attend."""
-        q = self.store(pool, heads, rotation, batch.slots, first, end)
+        """Tokens from the first chunk on are stored, padding too; those in the tiles attend."""
+        q = self.store(pool, heads, rotation, batch.slots, batch.chunk_offsets, len(batch.slots))
         if self._hopper is not None:
             self._hopper(q, pool, batch.blocks, tiles, out)
             return out
