@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray, Request
 from gapless.device.cpu import CpuDevice, InlineDriver
@@ -41,16 +42,18 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "MIXED_ROWS", (1, 3))
 
 
-def graph_runner(device: CpuDevice, progress: Callable[[int, int], None] | None = None) -> GraphRunner:
-    inner = toy_runner(device, LIMITS)
-    return GraphRunner(inner, inner._step, LIMITS, device, progress)
+def graph_runner(
+    device: CpuDevice, progress: Callable[[int, int], None] | None = None, limits: Limits = LIMITS
+) -> GraphRunner:
+    inner = toy_runner(device, limits)
+    return GraphRunner(inner, inner._step, limits, device, progress)
 
 
-def run_with_graphs(requests: list[Request]) -> GraphRunner:
+def run_with_graphs(requests: list[Request], limits: Limits = LIMITS) -> GraphRunner:
     """All steps through a graph runner; every token must be the true one."""
     device = CpuDevice(driver=InlineDriver())
-    runner = graph_runner(device)
-    outcome = run_toy(LocalExecutor(device, runner, LIMITS, 2), requests, depth=2)
+    runner = graph_runner(device, limits=limits)
+    outcome = run_toy(LocalExecutor(device, runner, limits, 2), requests, depth=2, limits=limits)
     assert outcome.tokens == {request.id: toy_truth(request) for request in requests}
     assert runner._runner.rows.length[-1] == 0
     return runner
@@ -81,6 +84,18 @@ def test_log_probabilities_of_prompts_are_of_what_replays_leave(num_top: int) ->
         wanted = {"prompt_logprobs": num_top} | ({"logprobs": 1} if request.id in "ace" else {})
         request.params = replace(request.params, **wanted)
     assert not run_with_graphs(requests).ledger
+    for request in requests:
+        check_toy_logprobs(request)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("sizes", [{"num_rows": 1, "max_batch_tokens": 1}, {"num_rows": 1}, {"max_batch_tokens": 3}])
+def test_engines_of_the_smallest_sizes(sizes: dict[str, int]) -> None:
+    """One row, one token a step, and fewer tokens than rows."""
+    requests = toy_requests()[:3]
+    for request in requests:
+        request.params = replace(request.params, logprobs=1, prompt_logprobs=2)
+    assert not run_with_graphs(requests, replace(LIMITS, **sizes)).ledger
     for request in requests:
         check_toy_logprobs(request)
 
