@@ -21,7 +21,7 @@ from gapless.runner import capture, graphs, ladder
 from gapless.runner.fill import Filled
 from gapless.runner.graphs import GraphRunner
 from gapless.runner.ladder import decode_shapes, mixed_shapes
-from toy import LIMITS, check_toy_logprobs, run_toy, toy_requests, toy_runner, toy_truth
+from toy import LIMITS, check_toy_logprobs, run_toy, toy_request, toy_requests, toy_runner, toy_truth
 
 
 class Played:
@@ -62,6 +62,13 @@ def run_with_graphs(requests: list[Request], limits: Limits = LIMITS) -> GraphRu
 @pytest.mark.usefixtures("no_gpu")
 def test_every_step_is_a_replay() -> None:
     assert not run_with_graphs(toy_requests()).ledger
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_padding_is_counted() -> None:
+    """A chunk of two tokens has a shape of its own, and so have decode steps of one row."""
+    assert run_with_graphs([toy_request("a", [7, 8], max_tokens=5)]).num_padding == 0
+    assert run_with_graphs([toy_request("a", [7, 8, 9], max_tokens=5)]).num_padding == 2  # in a shape of five
 
 
 @pytest.mark.usefixtures("no_gpu")

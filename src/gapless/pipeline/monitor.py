@@ -69,9 +69,13 @@ class Monitor:
         return dict(self._built.device.late.built)
 
     def waste(self) -> dict[str, int]:
-        """The cost of asynchrony: tokens sampled past a stop not yet known, KV blocks held for steps in flight."""
+        """The cost of asynchrony: tokens sampled past a stop not yet known, KV blocks held for steps in flight.
+
+        And that of captured steps: tokens computed only to fill up their shapes.
+        """
         return {
             "wasted_tokens": self._scheduler.counters.num_overrun,
+            "padding_tokens": self._built.runner.num_padding,
             "blocks_in_flight": self._recorder.num_blocks_in_flight,
             "max_blocks_in_flight": self._recorder.max_blocks_in_flight,
         }

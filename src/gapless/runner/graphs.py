@@ -69,6 +69,7 @@ class GraphRunner:
         self._limits = limits
         self._device = device
         self.ledger: Counter[str] = Counter()  # steps without a graph, by reason
+        self.num_padding = 0  # tokens computed only to fill up a shape
         num_rows, where = limits.num_rows, device.torch_device
         self._packed = torch.zeros(mixed_capacity(limits), dtype=torch.int32, device=where)
         # tokens of samples, then their scores
@@ -88,6 +89,7 @@ class GraphRunner:
         if shape is None:
             self._resident = None
             return self._runner.fill(plan, out)
+        self.num_padding += shape.size - plan.num_tokens
         if shape.has_chunks:
             self._resident = None
             return Filled(plan, pack_mixed(plan, out, self._limits.num_rows), shape)

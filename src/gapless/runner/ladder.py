@@ -30,6 +30,11 @@ class Shape:
     def has_chunks(self) -> bool:
         return self.num_tokens > 0
 
+    @property
+    def size(self) -> int:
+        """Tokens that a step of this shape computes, padding included."""
+        return self.num_tokens or self.num_rows
+
     def holds(self, plan: Plan) -> bool:
         """Whether the plan, which has chunks, fits."""
         return plan.num_decodes + len(plan.chunks) <= self.num_rows and plan.num_tokens <= self.num_tokens

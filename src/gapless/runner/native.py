@@ -122,6 +122,7 @@ class NativeRunner:
         self.rows = RowStore(device, limits)
         self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
         self.ledger: Counter[str] = Counter()  # nothing to miss
+        self.num_padding = 0
         shape = (limits.num_rows, model.config.vocab_size)
         self.logits = device.buffer("logits", shape, torch.float32).tensor  # of the last step that was not all greedy
         self._engine = self._library.gapless_engine(

@@ -34,6 +34,7 @@ class Runner:
         self.rows = RowStore(device, limits)
         self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
         self.ledger: Counter[str] = Counter()  # steps that missed a faster runner, by reason
+        self.num_padding = 0
         self._slow_reason = slow_reason
 
     def fill(self, plan: Plan, out: IntArray) -> Filled:

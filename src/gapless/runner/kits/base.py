@@ -113,6 +113,7 @@ class BatchRunner(Protocol):
 
     buffers: Sequence[Buffer]
     ledger: Counter[str]  # steps that missed a faster runner, by reason
+    num_padding: int  # tokens computed only to fill up captured shapes
 
     def fill(self, plan: Plan, out: IntArray) -> Filled:
         """Pack the plan."""
