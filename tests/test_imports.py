@@ -61,7 +61,7 @@ LAW: dict[str, tuple[str, ...]] = {
 }
 FREE = BENCH + PROOF  # take the engine apart, to measure it and to check it
 NO_TORCH = ("errors", "config", "garbage", "progress", "child", "core", "native", "text", "trace")
-MAY_SAY_CUDA = ("device/cuda", "runner/graphs.py", "kernels/")
+MAY_SAY_CUDA = ("device/cuda", "runner/capture.py", "runner/graphs.py", "kernels/")
 MAY_NAME_CUDA = ("config.py", "device/", "runner/kits/", "kernels/", "bench/")  # bench: peers and GPU workloads
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

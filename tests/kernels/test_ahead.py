@@ -88,5 +88,10 @@ def test_a_kernel_that_cannot_be_compiled_is_named_each_time(told: dict[str, Any
         assert "no such value" in said
 
 
+def test_blocks_of_two_threads_leave_nothing_behind(told: dict[str, Any]) -> None:
+    """Two engines that are built at the same time: launches run again when both are there."""
+    assert told["two_at_once"] == ["add", "add"]
+
+
 def test_an_error_in_the_block_is_the_callers_and_leaves_nothing_behind(told: dict[str, Any]) -> None:
     assert told["interrupted"] == ["KeyError('mine')", ["add"]]

@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("triton")
 
 import triton
+from other_gluon import OTHERS, put_in_place
 
 from gapless.attention import triton as own
 from gapless.kernels import hopper_prefill
@@ -107,18 +108,9 @@ def test_what_it_is_for(
     assert hopper_prefill.HopperPrefill.is_for(pool, block_size) is expected
 
 
-class Renamed(ModuleType):
-    """A language that lacks a name."""
-
-    def __getattr__(self, name: str) -> None:
-        raise AttributeError(name)
-
-
-@pytest.mark.parametrize("language", [None, Renamed("language")])
+@pytest.mark.parametrize("language", OTHERS)
 def test_a_triton_that_names_things_otherwise_has_none(
     monkeypatch: pytest.MonkeyPatch, language: ModuleType | None
 ) -> None:
-    monkeypatch.delitem(sys.modules, "gapless.kernels.hopper_prefill", raising=False)
-    monkeypatch.delattr("gapless.kernels.hopper_prefill", raising=False)
-    monkeypatch.setitem(sys.modules, "triton.experimental.gluon.language.nvidia.hopper", language)
+    put_in_place(monkeypatch, language, "language.nvidia.hopper", "hopper_prefill")
     assert own.hopper_prefill.__wrapped__() is None

@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from other_gluon import OTHERS, put_in_place
+
 from gapless.kernels import products
 from gapless.kernels.tilings import choose_tiling
 
@@ -79,21 +81,12 @@ def test_it_is_for_hopper(monkeypatch: pytest.MonkeyPatch, generation: int, expe
     assert products.has_ring.__wrapped__() is expected
 
 
-class Renamed(ModuleType):
-    """A language that lacks a name."""
-
-    def __getattr__(self, name: str) -> None:
-        raise AttributeError(name)
-
-
-@pytest.mark.parametrize("language", [None, Renamed("language")])
+@pytest.mark.parametrize("language", OTHERS)
 def test_a_triton_that_names_things_otherwise_has_none(
     monkeypatch: pytest.MonkeyPatch, language: ModuleType | None
 ) -> None:
     """A module or a name that is missing shows when the kernel's module is loaded."""
     monkeypatch.setattr(products, "generation", lambda: 9)
-    monkeypatch.delitem(sys.modules, "gapless.kernels.ring", raising=False)
-    monkeypatch.delattr("gapless.kernels.ring", raising=False)
-    monkeypatch.setitem(sys.modules, "triton.experimental.gluon.language.nvidia.ampere", language)
+    put_in_place(monkeypatch, language, "language.nvidia.ampere", "ring")
     monkeypatch.setattr("triton.experimental.gluon.language.barrier", None, raising=False)
     assert not products.has_ring.__wrapped__()

@@ -14,6 +14,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from other_gluon import OTHERS, put_in_place
+
 from gapless.attention import triton as attention
 from gapless.attention.triton import FEW_ROWS, MANY_ROWS, StreamSizes, TritonAttention
 
@@ -99,21 +101,19 @@ def test_what_it_is_for(
     assert [found.stream_sizes(count) for count in (8, 9)] == ([FEW_ROWS, MANY_ROWS] if expected else [None, None])
 
 
-class Renamed(ModuleType):
-    """A language that lacks a name."""
+def test_each_kv_head_has_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a GPU may have so few cores that heads would be left over."""
+    monkeypatch.setattr(attention, "generation", lambda: 9)
+    pools = [torch.zeros(4, 2 * 40, 128, dtype=torch.bfloat16)]
+    assert [TritonAttention(pools, 16, 40, 1.0, 8, cores).stream_sizes(1) for cores in (19, 20)] == [None, MANY_ROWS]
 
-    def __getattr__(self, name: str) -> None:
-        raise AttributeError(name)
 
-
-@pytest.mark.parametrize("language", [None, Renamed("language")])
+@pytest.mark.parametrize("language", OTHERS)
 def test_a_triton_that_names_things_otherwise_has_none(
     monkeypatch: pytest.MonkeyPatch, language: ModuleType | None
 ) -> None:
     monkeypatch.setattr(attention, "generation", lambda: 9)
-    monkeypatch.delitem(sys.modules, "gapless.kernels.stream", raising=False)
-    monkeypatch.delattr("gapless.kernels.stream", raising=False)
-    monkeypatch.setitem(sys.modules, "triton.experimental.gluon.language.nvidia.ampere", language)
+    put_in_place(monkeypatch, language, "language.nvidia.ampere", "stream")
     pools = [torch.zeros(4, 8, 128, dtype=torch.bfloat16)]
     assert TritonAttention(pools, 16, 16, 1.0, 8, 132).stream_sizes(1) is None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,30 @@ def interrupted(compilers: Compilers) -> list[Any]:
     return [said, Driver.launched[before:]]
 
 
+def two_at_once(compilers: Compilers) -> list[Any]:
+    """A second block, on a thread of its own, that begins while the first runs and ends after it."""
+    began = threading.Event()
+
+    def second() -> None:
+        began.set()
+        with compiled_ahead(compilers):
+            add[(1,)](torch.zeros(4), 21)
+            first_is_over.wait(5)
+
+    thread, first_is_over = threading.Thread(target=second), threading.Event()
+    with compiled_ahead(compilers):
+        add[(1,)](torch.zeros(4), 20)
+        thread.start()
+        began.wait()
+        time.sleep(0.2)
+    first_is_over.set()
+    thread.join()
+    before = len(Driver.launched)
+    for value in (20, 21):
+        add[(1,)](torch.zeros(4), value)
+    return Driver.launched[before:]
+
+
 def main(*, only_rehearsed: bool = False) -> None:
     driver.set_active(Driver())
     late = Late()
@@ -140,6 +165,7 @@ def main(*, only_rehearsed: bool = False) -> None:
         told: dict[str, Any] = {"rehearsed": rehearsed(compilers, late)}
         if not only_rehearsed:
             told |= {"refused": refused(compilers), "interrupted": interrupted(compilers)}
+            told["two_at_once"] = two_at_once(compilers)
         told["traced"] = "torch._dynamo" in sys.modules
         told["started"] = compilers._process is not None
     json.dump(told, sys.stdout)

@@ -54,7 +54,7 @@ class GraphStage(ToyStage):
         sizes = {"FEW_TOKENS": (5, 12), "MIXED_ROWS": (3,)}
         cuda = {"graph_pool_handle": no_gpu, "Stream": no_gpu, "synchronize": no_gpu, "mem_get_info": lambda: (0, 0)}
         recording = {
-            "_record": lambda body, pool, stream: Played(body),
+            "record": lambda body, pool, stream: Played(body),
             "compiled_ahead": lambda *_: nullcontext(SimpleNamespace(names=[])),
         }
         with patching(graphs, **recording, **KERNELS), patching(ladder, **sizes), patching(torch.cuda, **cuda):

@@ -136,6 +136,17 @@ def test_an_empty_pipeline_ends_a_trial_without_a_result() -> None:
     assert set(world.tried) == {2}
 
 
+def test_a_later_trial_that_is_cut_off_leaves_the_depth_final() -> None:
+    """Both neighbours were tried before: the depth is what it was, and only a trial under way leaves it open."""
+    world = World(steady(0.4))
+    world.run(FIRST)
+    while world.auto.decided:
+        world.step()
+    world.auto.observe(plan(0, 100))
+    assert world.auto.decided
+    assert world.auto.depth == 2
+
+
 def test_there_is_a_pause_between_trials() -> None:
     world = World(steady(0.4))
     world.run(FIRST)

@@ -32,7 +32,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22]]
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gapless.device.cuda.is_available", lambda: True)
     monkeypatch.setitem(device.DEVICES, "cuda", lambda seed: CpuDevice(driver=InlineDriver()))
-    monkeypatch.setattr(graphs, "_record", lambda body, pool, stream: Played(body))
+    monkeypatch.setattr(graphs, "record", lambda body, pool, stream: Played(body))
     monkeypatch.setattr(ladder, "FEW_TOKENS", (3, 6))
     for name in ("graph_pool_handle", "Stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)

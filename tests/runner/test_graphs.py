@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray, Request
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.pipeline.executor import LocalExecutor
-from gapless.runner import graphs, ladder
+from gapless.runner import capture, graphs, ladder
 from gapless.runner.fill import Filled
 from gapless.runner.graphs import GraphRunner
 from gapless.runner.ladder import decode_shapes, mixed_shapes
@@ -31,7 +34,7 @@ class Played:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_record", lambda body, pool, stream: Played(body))
+    monkeypatch.setattr(graphs, "record", lambda body, pool, stream: Played(body))
     for name in ("graph_pool_handle", "Stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
@@ -39,16 +42,18 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "MIXED_ROWS", (1, 3))
 
 
-def graph_runner(device: CpuDevice, progress: Callable[[int, int], None] | None = None) -> GraphRunner:
-    inner = toy_runner(device, LIMITS)
-    return GraphRunner(inner, inner._step, LIMITS, device, progress)
+def graph_runner(
+    device: CpuDevice, progress: Callable[[int, int], None] | None = None, limits: Limits = LIMITS
+) -> GraphRunner:
+    inner = toy_runner(device, limits)
+    return GraphRunner(inner, inner._step, limits, device, progress)
 
 
-def run_with_graphs(requests: list[Request]) -> GraphRunner:
+def run_with_graphs(requests: list[Request], limits: Limits = LIMITS) -> GraphRunner:
     """All steps through a graph runner; every token must be the true one."""
     device = CpuDevice(driver=InlineDriver())
-    runner = graph_runner(device)
-    outcome = run_toy(LocalExecutor(device, runner, LIMITS, 2), requests, depth=2)
+    runner = graph_runner(device, limits=limits)
+    outcome = run_toy(LocalExecutor(device, runner, limits, 2), requests, depth=2, limits=limits)
     assert outcome.tokens == {request.id: toy_truth(request) for request in requests}
     assert runner._runner.rows.length[-1] == 0
     return runner
@@ -91,6 +96,18 @@ def test_log_probabilities_of_prompts_are_of_what_replays_leave(num_top: int) ->
 
 
 @pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("sizes", [{"num_rows": 1, "max_batch_tokens": 1}, {"num_rows": 1}, {"max_batch_tokens": 3}])
+def test_engines_of_the_smallest_sizes(sizes: dict[str, int]) -> None:
+    """One row, one token a step, and fewer tokens than rows."""
+    requests = toy_requests()[:3]
+    for request in requests:
+        request.params = replace(request.params, logprobs=1, prompt_logprobs=2)
+    assert not run_with_graphs(requests, replace(LIMITS, **sizes)).ledger
+    for request in requests:
+        check_toy_logprobs(request)
+
+
+@pytest.mark.usefixtures("no_gpu")
 def test_the_same_rows_again_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And every token is still the true one, over new blocks, rows that come and go, and steps of other kinds."""
     sizes: list[int] = []
@@ -112,13 +129,50 @@ def test_the_same_rows_again_are_not_sent_again(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("no_gpu")
 def test_what_the_budget_leaves_out_is_padded_further(monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps of the toy have a place in the largest mixed shape; decode steps are then without a graph."""
-    monkeypatch.setattr(graphs, "BUDGET_BYTES", 10)
+    monkeypatch.setattr(capture, "BUDGET_BYTES", 10)
     free = iter(range(100, 0, -6))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 0))
     runner = run_with_graphs(toy_requests())
     assert runner.cost.num_graphs == 2
     assert "2 of" in str(runner.cost)
     assert set(runner.ledger) == {"no graph: none was captured"}
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_compiling_for_long_leaves_the_budget_to_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On few cores and with an empty cache, kernels take minutes. Without graphs every step would be slow."""
+    rehearse = GraphRunner._rehearse
+
+    def slowly(self: GraphRunner, *args: Any) -> None:
+        rehearse(self, *args)
+        self.cost.began_s -= 10 * capture.BUDGET_S
+
+    monkeypatch.setattr(GraphRunner, "_rehearse", slowly)
+    cost = graph_runner(CpuDevice(driver=InlineDriver())).cost
+    assert cost.num_graphs == cost.num_wanted
+    assert cost.seconds > 10 * capture.BUDGET_S
+
+
+class BrokenGraph:
+    """A capture that an error within it has ended, as CUDA ends it."""
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_an_error_within_a_capture_is_the_one_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise MemoryError("mine")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", BrokenGraph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with pytest.raises(MemoryError, match="mine"):
+        capture.record(fail, None, None)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="previous error"):
+        capture.record(lambda: None, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("no_gpu")

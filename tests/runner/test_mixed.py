@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from plans import LIMITS, plans
 
 pytest.importorskip("triton")
 
 from gapless.core.plan import NO_COPIES, NO_SAMPLE, NOTHING, Plan
 from gapless.device.cpu import CpuDevice, InlineDriver
+from gapless.kernels import mixed
 from gapless.kernels.mixed import NO_SCORE, MixedInputs, begin_mixed, end_mixed
 from gapless.runner.fill import Sections, capacity, fill, target_parts, unpack
 from gapless.runner.mixed import in_slices, mixed_capacity, pack_mixed
@@ -47,11 +50,12 @@ def begun(plan: Plan, runner: Runner, packed: torch.Tensor) -> MixedInputs:
 
 
 @settings(max_examples=40, deadline=None)
-@given(plans())
-def test_the_inputs_are_those_of_the_plain_runner(plan: Plan) -> None:
+@given(plans(), st.sampled_from([2, mixed.CHUNKS_AT_A_TIME]))
+def test_the_inputs_are_those_of_the_plain_runner(plan: Plan, chunks_at_a_time: int) -> None:
     plan, runner, packed = prepared(plan)
     _, plain, _ = prepared(plan)
-    found = begun(plan, runner, packed)
+    with patch.object(mixed, "CHUNKS_AT_A_TIME", chunks_at_a_time):
+        found = begun(plan, runner, packed)
 
     sections = np.zeros(capacity(LIMITS), np.int32)
     views = unpack(torch.from_numpy(sections[: fill(plan, sections)]), Sections.of(plan))

@@ -16,7 +16,7 @@ import triton
 from gapless.attention.base import Attend, AttentionBatch, Rotation
 from gapless.kernels.attention import decode, prefill, rotate_and_store
 from gapless.kernels.chunk_tiles import SIZE, cut
-from gapless.kernels.launch import HOPPER, beside, generation, pdl
+from gapless.kernels.launch import HOPPER, beside, generation, gluon_kernels, pdl
 from gapless.models.spec import AttentionSpec, Feature, attention_features, lacking
 
 if TYPE_CHECKING:
@@ -41,11 +41,8 @@ Part = Callable[[torch.Tensor, torch.Tensor, Rotation, torch.Tensor], torch.Tens
 @cache
 def hopper_prefill() -> type[HopperPrefill] | None:
     """The kernel for chunks on Hopper, if this Triton's Gluon is one that it knows."""
-    try:
-        from gapless.kernels.hopper_prefill import HopperPrefill
-    except (ImportError, AttributeError):  # Gluon is experimental: its names come and go
-        return None
-    return HopperPrefill
+    found = gluon_kernels("hopper_prefill")
+    return None if found is None else found.HopperPrefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +111,16 @@ class TritonAttention:
         pool = self.pools[0]
         if generation() != HOPPER or pool.dtype not in STREAM_DTYPES or self._head_dim not in STREAM_HEAD_DIMS:
             return False
-        try:
-            from gapless.kernels import stream
-        except (ImportError, AttributeError):  # Gluon is experimental: its names come and go
-            return False
-        return self._block_size == stream.BLOCK_SIZE and self._group <= stream.MAX_GROUP
+        stream = gluon_kernels("stream")
+        return stream is not None and self._block_size == stream.BLOCK_SIZE and self._group <= stream.MAX_GROUP
 
     def stream_sizes(self, num_rows: int) -> StreamSizes | None:
         """How keys of so many decode rows are streamed; None: the kernel in Triton takes them."""
         programs = num_rows * self._num_kv_heads
         if not self._streams or programs > STREAM_PROGRAMS * self._num_cores:
             return None
-        return FEW_ROWS if programs * CORES_A_HEAD <= self._num_cores else MANY_ROWS
+        sizes = FEW_ROWS if programs * CORES_A_HEAD <= self._num_cores else MANY_ROWS
+        return sizes if sizes.programs_a_core * self._num_cores >= self._num_kv_heads else None
 
     def num_splits(self, num_rows: int) -> int:
         """Parts into which each row's keys are split, so that every core has work a few times over."""
@@ -180,7 +175,7 @@ class TritonAttention:
         tiles = cut(
             batch.chunk_rows, batch.chunk_offsets, batch.chunk_starts, batch.chunk_ends, batch.num_chunk_tokens, size
         )
-        return [partial(self._attend_chunks, batch, tiles, batch.chunk_offsets, len(batch.slots))]
+        return [partial(self._attend_chunks, batch, tiles)]
 
     def _attend_decodes(
         self, batch: AttentionBatch, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor
@@ -231,15 +226,13 @@ class TritonAttention:
         self,
         batch: AttentionBatch,
         tiles: torch.Tensor,
-        first: torch.Tensor | None,
-        end: int,
         pool: torch.Tensor,
         heads: torch.Tensor,
         rotation: Rotation,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """Of the batch's tokens from `first`, which is on the device, to `end`, those in the tiles attend."""
-        q = self.store(pool, heads, rotation, batch.slots, first, end)
+        """Tokens from the first chunk on are stored, padding too; those in the tiles attend."""
+        q = self.store(pool, heads, rotation, batch.slots, batch.chunk_offsets, len(batch.slots))
         if self._hopper is not None:
             self._hopper(q, pool, batch.blocks, tiles, out)
             return out

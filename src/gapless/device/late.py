@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 PREFIX = "after ready: "
-MOST_NAMES = 32  # of one kind, that are counted by name
+MOST_NAMES = 32  # of kernels, and of each kind that is watched: so many are counted by name
 KEPT_NOTES = 32
 ALLOCATED = "device allocation"
 

@@ -25,6 +25,7 @@ KernelProgress = Callable[[int, int], None]  # kernels that are done, kernels fo
 UNFILLED = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
 
 LONGEST_NAME = 150  # of a file in Triton's cache
+_one_at_a_time = threading.RLock()  # blocks replace Triton's functions, and must put them back in order
 
 
 class KernelNotCompiled(RuntimeError):
@@ -142,12 +143,13 @@ def compiled_ahead(compilers: Compilers, progress: KernelProgress | None = None)
     """Within the block, a launch by this thread has its kernel compiled in the background instead of running it.
 
     Other work of torch runs as always, on zeros where a kernel would have written. At the end of the block all kernels
-    are compiled and loaded. `progress` is called by several threads, one at a time.
+    are compiled and loaded. `progress` is called by several threads, one at a time. A block of a different thread waits
+    until this one is over.
     """
     began = time.perf_counter()
     ahead = Ahead(compilers, progress)
     try:
-        with _launches_go_to(ahead), _Zeroed():
+        with _one_at_a_time, _launches_go_to(ahead), _Zeroed():
             yield ahead
         ahead.finish()
     finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -30,6 +31,17 @@ def generation() -> int:
 def pdl() -> dict[str, Any]:
     """Launch arguments of a kernel that has the two calls: PDL is on from Hopper on."""
     return {"PDL": True, "launch_pdl": True} if generation() >= HOPPER else {"PDL": False}
+
+
+def gluon_kernels(name: str) -> Any:
+    """A module of this folder whose kernels are in Gluon; None where this Triton has not what it needs.
+
+    Gluon is experimental: its names come and go, so the module may fail while it is loaded.
+    """
+    try:
+        return import_module(f"gapless.kernels.{name}")
+    except (ImportError, AttributeError):
+        return None
 
 
 @cache

@@ -20,6 +20,7 @@ HEADER = 8  # numbers, of which the first seven are: decode rows, chunks, tokens
 CHUNK_WORDS = 5  # row, offset, start, end, and which sample it gives, or -1
 NO_SCORE = -1
 TILE = 64
+CHUNKS_AT_A_TIME = 512  # that a tile of tokens is compared with: all of very many would be too large for Triton
 
 _HEADER, _CHUNK_WORDS, _NO_SCORE = tl.constexpr(HEADER), tl.constexpr(CHUNK_WORDS), tl.constexpr(NO_SCORE)
 
@@ -54,7 +55,8 @@ def _begin(
     packed, last_token, length, blocks, ids, positions, slots,
     decode_rows, decode_lengths, chunk_rows, chunk_offsets, chunk_starts, chunk_ends,
     sample_tokens, sample_rows, sample_places, score_places, num_top, padding_row, table_stride, max_rows, max_tokens,
-    MAX_CHUNKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEAT_WORDS: tl.constexpr, TILE: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEAT_WORDS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of the step's tokens, and as many of its decode rows, chunks and samples."""
     num_decodes = tl.load(packed)
@@ -67,9 +69,11 @@ def _begin(
 
     is_decode = i < num_decodes
     in_chunk = (i >= num_decodes) & (i < num_tokens)
-    every = tl.arange(0, MAX_CHUNKS)
-    offset = tl.load(chunk_at + num_chunks + every, mask=every < num_chunks, other=2147483647)
-    chunk = tl.sum((offset[None, :] <= i[:, None]).to(tl.int32), axis=1) - 1
+    chunk = i * 0 - 1
+    for first in range(0, MAX_CHUNKS, CHUNKS):
+        every = first + tl.arange(0, CHUNKS)
+        offset = tl.load(chunk_at + num_chunks + every, mask=every < num_chunks, other=2147483647)
+        chunk += tl.sum((offset[None, :] <= i[:, None]).to(tl.int32), axis=1)
     own_offset = tl.load(chunk_at + num_chunks + chunk, mask=in_chunk, other=0)
     start = tl.load(chunk_at + 2 * num_chunks + chunk, mask=in_chunk, other=0)
     row = tl.load(chunk_at + chunk, mask=in_chunk, other=0)
@@ -173,14 +177,14 @@ def begin_mixed(
     _take_in[(max(inputs.num_rows, triton.cdiv(max_new_blocks, TILE)),)](
         packed, blocks, seats, stride, SEAT_WORDS=SEAT_WORDS, SEAT_BLOCK=seat_block, TILE=TILE, num_warps=1
     )
-    some = inputs
+    some, max_chunks = inputs, triton.next_power_of_2(padding_row)
     _begin[(triton.cdiv(some.num_tokens, TILE),)](
         packed, last_token, length, blocks, some.ids, some.positions, some.slots,
         some.decode_rows, some.decode_lengths, some.chunk_rows, some.chunk_offsets, some.chunk_starts, some.chunk_ends,
         some.sample_tokens, some.sample_rows, some.sample_places, some.score_places, some.num_top,
         padding_row, stride, some.num_rows, some.num_tokens,
-        MAX_CHUNKS=triton.next_power_of_2(padding_row), BLOCK_SIZE=block_size, SEAT_WORDS=SEAT_WORDS, TILE=TILE,
-        num_warps=4,
+        MAX_CHUNKS=max_chunks, CHUNKS=min(max_chunks, CHUNKS_AT_A_TIME),
+        BLOCK_SIZE=block_size, SEAT_WORDS=SEAT_WORDS, TILE=TILE, num_warps=4,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from gapless.kernels import skinny
-from gapless.kernels.launch import HOPPER, generation, pdl, shared_memory_bytes
+from gapless.kernels.launch import HOPPER, generation, gluon_kernels, pdl, shared_memory_bytes
 from gapless.kernels.tilings import MAX_ROWS, Tiling, choose_tiling
 
 SQUARES_TILES = 512  # column tiles of a residual at most
@@ -45,13 +45,7 @@ def embed(ids: torch.Tensor, table: torch.Tensor, workspace: Workspace) -> torch
 @cache
 def has_ring() -> bool:
     """Whether the kernel in Gluon runs here: on Hopper, with a Triton whose Gluon it knows."""
-    if generation() != HOPPER:
-        return False
-    try:
-        from gapless.kernels import ring  # noqa: F401
-    except (ImportError, AttributeError):  # Gluon is experimental: its names come and go
-        return False
-    return True
+    return generation() == HOPPER and gluon_kernels("ring") is not None
 
 
 def tiling_for(num_rows: int, columns: int, inner: int, *, gated: bool = False, adds: bool = False) -> Tiling | None:

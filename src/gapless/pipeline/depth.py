@@ -97,6 +97,7 @@ class AutoDepth:
         self._candidates = candidates
         self._clock = clock
         self._untried = self._neighbours()
+        self._has_tried = False  # each neighbour once
         self._last_rival = 0
         self._trial: DepthTrial | None = None
         self._next_s = -math.inf  # of the next trial
@@ -150,7 +151,7 @@ class AutoDepth:
         elif won is False:
             self._untried.remove(trial.rival)
         self.depth, self._trial = self._home, None
-        self.decided = not self._untried
+        self._has_tried = self.decided = self._has_tried or not self._untried
         self._next_s = now
         if won is None or self.decided:
             self._next_s += max(PAUSE_S, PAUSE_TRIALS * (now - trial.began_s))

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import bisect
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +30,7 @@ from gapless.kernels.ahead import compiled_ahead
 from gapless.kernels.compilers import Compilers
 from gapless.kernels.ends import DecodeInputs, begin, end
 from gapless.kernels.mixed import NO_SCORE, MixedInputs, begin_mixed, end_mixed
+from gapless.runner.capture import CaptureCost, record
 from gapless.runner.draw import score_samples
 from gapless.runner.fill import Filled
 from gapless.runner.ladder import Shape, decode_shapes, mixed_shapes
@@ -44,8 +43,6 @@ from gapless.runner.step import Inputs, Outputs, Step
 log = logging.getLogger(__name__)
 
 NO_BLOCK = -1
-BUDGET_S = 120.0  # for all captures; what is left over then stays without a graph
-BUDGET_BYTES = 3 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +51,6 @@ class Captured:
 
     graph: torch.cuda.CUDAGraph
     inputs: DecodeInputs | MixedInputs
-
-
-@dataclass(slots=True)
-class Cost:
-    """The cost of capturing graphs, with the kernels compiled for it and before it."""
-
-    num_wanted: int
-    num_graphs: int = 0
-    num_kernels: int = 0  # found in a rehearsal, compiled or taken from the cache
-    seconds: float = 0.0
-    memory_bytes: int = 0
-    began_s: float = field(default_factory=time.perf_counter)
-
-    def within_budget(self) -> bool:
-        self.seconds = time.perf_counter() - self.began_s
-        return self.seconds < BUDGET_S and self.memory_bytes < BUDGET_BYTES
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_kernels} kernels made ready and {self.num_graphs} of {self.num_wanted} graphs captured in "
-            f"{self.seconds:.1f} s (at most {BUDGET_S:.0f}), {self.memory_bytes / 2**30:.2f} GiB (at most "
-            f"{BUDGET_BYTES / 2**30:.0f})"
-        )
 
 
 class GraphRunner:
@@ -200,8 +174,9 @@ class GraphRunner:
         # the largest first: the others fit into its memory
         shapes = [*reversed(mixed_shapes(self._limits)), *reversed(decode_shapes(self._limits))]
         wanted = [(shape, plain) for shape in shapes for plain in ((False,) if shape.has_chunks else (True, False))]
-        self.cost = Cost(num_wanted=len(wanted))
+        self.cost = CaptureCost(num_wanted=len(wanted))
         self._rehearse(wanted, progress)
+        self.cost.begin_captures()
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         free = torch.cuda.mem_get_info()[0]
@@ -210,7 +185,7 @@ class GraphRunner:
                 if not self.cost.within_budget():
                     break
                 inputs = self._padding(shape)
-                graph = _record(partial(self._play, self._step, inputs, is_plain), pool, stream)
+                graph = record(partial(self._play, self._step, inputs, is_plain), pool, stream)
                 self._graphs[shape, is_plain] = Captured(graph, inputs)
                 if not is_plain:  # all of its graphs are there
                     (self._mixed_shapes if shape.has_chunks else self._decode_shapes).insert(0, shape)
@@ -327,21 +302,6 @@ def _why_no_graph(plan: Plan) -> str | None:
 def _is_plain(plan: Plan, shape: Shape) -> bool:
     """Whether the graph for greedy rows without scores will do; a step with chunks takes too long to gain by it."""
     return not shape.has_chunks and plan.needs == 0 and plan.num_scores == 0
-
-
-def _record(body: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """Not by `torch.cuda.graph`, which collects garbage and empties the allocator's cache before each capture.
-
-    Other threads may use the device meanwhile.
-    """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool, capture_error_mode="thread_local")
-        try:
-            body()
-        finally:
-            graph.capture_end()
-    return graph
 
 
 def _decode_size(shape: Shape) -> int:
