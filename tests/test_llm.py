@@ -19,7 +19,7 @@ from gapless.core.outcome import Finished, Progress
 from gapless.core.request import int_array
 from gapless.errors import EngineClosed, InvalidRequest, StepFailed
 from gapless.text.tokenizer import Tokenizer
-from tiny import COUNT, CPU, EOS, MAX_LEN, PROMPTS, ids, text_of, truth
+from tiny import ALPHABET, COUNT, CPU, EOS, MAX_LEN, PROMPTS, ids, text_of, truth
 
 TIMEOUT_S = 20.0
 GREEDY = SamplingParams(max_tokens=COUNT, temperature=0, ignore_eos=True)
@@ -137,6 +137,32 @@ def test_min_tokens_keeps_stop_tokens_away(tiny_llm: LLM, tiny_dir: Path) -> Non
     assert at_once.token_ids == (stop,)
     assert len(held.token_ids) > 6
     assert stop not in held.token_ids[:6]
+
+
+def test_min_tokens_keeps_stop_strings_away(tiny_llm: LLM, tiny_dir: Path) -> None:
+    tokens = truth(tiny_dir, "a").tokens
+    text = "".join(ALPHABET[token] for token in tokens)
+    for least in range(len(tokens) + 1):
+        stop = text[2:4]  # two tokens
+        later = text.find(stop, max(least - 1, 0))  # the first that ends past the first `least` tokens
+        values = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True, "stop": stop, "min_tokens": least}
+        (found,) = tiny_llm.generate("a", SamplingParams(**values))
+        assert found.text == text_of(tokens if later < 0 else tokens[:later]), least
+        assert found.finish_reason == ("length" if later < 0 else "stop")
+
+
+def test_the_stop_stays_in_the_text_if_asked_for(tiny_llm: LLM, tiny_dir: Path) -> None:
+    tokens = truth(tiny_dir, "a").tokens
+    end = tokens.index(tokens[5]) + 1
+    text = text_of(tokens[:end])
+    common = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
+    for stop in ({"stop": text[-1]}, {"stop_token_ids": (tokens[5],)}):
+        for include in (False, True):
+            params = SamplingParams(**common, **stop, include_stop_str_in_output=include)
+            (found,) = tiny_llm.generate("a", params)
+            streamed = "".join(delta.text for delta in tiny_llm.stream("a", params))
+            assert found.text == streamed == (text if include else text[:-1])
+            assert (found.token_ids, found.finish_reason) == (tokens[:end], "stop")
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
@@ -260,9 +286,9 @@ def test_token_ids_of_deltas_add_up_when_a_stop_string_ends_the_text(tiny_llm: L
     """Fed by hand, so that tokens surely come between the stop string and the end of the request."""
     tokens = truth(tiny_dir, "a").tokens[:8]
     job = tiny_llm.prepare("a", SamplingParams(max_tokens=20, temperature=0, stop=text_of(tokens)[2:4]))
-    deltas = [job.take(Progress(job.request, token)) for token in tokens]
-    job.request.tokens = int_array([*ids("a"), *tokens])
-    deltas.append(job.take(Finished(job.request, "stop")))
+    deltas = [job.take(Progress(job.requests[0], token)) for token in tokens]
+    job.requests[0].tokens = int_array([*ids("a"), *tokens])
+    deltas.append(job.take(Finished(job.requests[0], "stop")))
     streamed = tuple(token for delta in deltas for token in delta.token_ids)
     assert streamed == deltas[-1].completion.token_ids
 

@@ -191,7 +191,7 @@ def test_what_is_aborted_keeps_what_it_had(make_llm, logits_of: Logits) -> None:
 
 def _abort_soon(llm: LLM, job: Any) -> Any:
     yield 0, job
-    llm.engine.abort(job.request.id)
+    llm.engine.abort(job.requests[0].id)
 
 
 def test_a_failed_step_leaves_the_others_right(make_llm, monkeypatch: pytest.MonkeyPatch, logits_of: Logits) -> None:

@@ -77,7 +77,8 @@ class AsyncLLM:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to tell
                 loop.call_soon_threadsafe(news.put_nowait, item)
 
-        self._client.engine.submit(job.request, deliver)
+        for request in job.requests:
+            self._client.engine.submit(request, deliver)
         try:
             while True:
                 delta = job.take(await news.get())
@@ -85,4 +86,5 @@ class AsyncLLM:
                 if delta.completion is not None:
                     return
         finally:
-            self._client.engine.abort(job.request.id)
+            for request in job.requests:
+                self._client.engine.abort(request.id)

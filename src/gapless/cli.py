@@ -27,7 +27,10 @@ SAMPLING_HELP = {
     "top_k": "keep the k likeliest tokens; 0 keeps all",
     "top_p": "keep the likeliest tokens that together reach this probability; 0 is greedy",
     "min_p": "keep tokens at least this likely, relative to the likeliest",
+    "include_stop_str_in_output": "keep the stop string, or the stop token's text, in the text",
     "ignore_eos": "continue past the end-of-sequence token",
+    "n": "completions of each prompt, each with a seed of its own",
+    "best_of": "generate this many, and return the n with the highest mean log-probability",
 }
 
 CHECK_OPTIONS = ("model", "device", "dtype", "load_format", "num_threads", "native", "batch_invariant", "seed")
@@ -184,8 +187,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     for name, text in SAMPLING_HELP.items():
-        _add_flag(group, name, defaults[name], f"{text} (default: {defaults[name]})", SamplingParams)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+        shown = "" if defaults[name] is None else f" (default: {defaults[name]})"
+        _add_flag(group, name, defaults[name], text + shown, SamplingParams)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
     group.add_argument("--stop-token-id", action="append", type=int, metavar="ID", help="end at this token; repeatable")
     group.add_argument("--sampling-seed", type=int, metavar="N", help="same seed, same tokens")
 

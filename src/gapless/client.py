@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from gapless.config import EngineOptions
+from gapless.core.choices import best, candidates, is_ranked, mean_logprob
 from gapless.core.outcome import Finished, Progress, TokenLogprob, completion_logprobs, prompt_logprobs
 from gapless.core.params import SamplingParams
 from gapless.core.request import Request
@@ -33,7 +35,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of one prompt."""
+    """The result of one prompt: its first choice, and the others with `choices`."""
 
     text: str  # empty when the model has no tokenizer
     token_ids: tuple[int, ...]  # generated tokens, the stop token included
@@ -44,22 +46,35 @@ class Completion:
     error: str | None = None  # set when finish_reason is "error"
     logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of token_ids, if asked for
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # one for each prompt token; the first is None
+    others: tuple[Completion, ...] = ()  # with n above 1: all choices but this one
+
+    @property
+    def choices(self) -> tuple[Completion, ...]:
+        """All n choices. The first is this completion."""
+        return (self, *self.others)
+
+    @property
+    def failure(self) -> str | None:
+        """The error of the first choice that has one."""
+        return next((choice.error for choice in self.choices if choice.error is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a streamed completion. The last one carries the completion."""
+    """A piece of a streamed completion. The last one of all choices carries the completion."""
 
     text: str
     token_ids: tuple[int, ...]
     completion: Completion | None = None
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of token_ids, if asked for
+    index: int = 0  # which of n choices this is a piece of
 
 
-class Job:
-    """One prompt on its way: its request, and what came of it so far."""
+class Candidate:
+    """One completion of a prompt on its way: its request, and what came of it so far."""
 
-    def __init__(self, request: Request, transcript: Transcript, engine: Engine) -> None:
+    def __init__(self, index: int, request: Request, transcript: Transcript, engine: Engine) -> None:
+        self.index = index
         self.request = request
         self._transcript = transcript
         self._engine = engine
@@ -70,10 +85,11 @@ class Job:
             return self._finish(news)
         added = self._transcript.take((news.token,))
         if not added.token_ids:
-            return Delta("", ())  # sampled before the engine learned of the stop
+            return Delta("", (), index=self.index)  # sampled before the engine learned of the stop
         if self._transcript.stop is not None:
             self._engine.abort(self.request.id, "stop")
-        return Delta(added.text, (news.token,), logprobs=() if news.logprob is None else (news.logprob,))
+        logprobs = () if news.logprob is None else (news.logprob,)
+        return Delta(added.text, (news.token,), logprobs=logprobs, index=self.index)
 
     def _finish(self, news: Finished) -> Delta:
         request, transcript = self.request, self._transcript
@@ -90,7 +106,44 @@ class Job:
             logprobs=completion_logprobs(request, len(transcript.token_ids)),
             prompt_logprobs=prompt_logprobs(request),
         )
-        return Delta(added.text, tuple(added.token_ids), completion, (completion.logprobs or ())[num_seen:])
+        logprobs = (completion.logprobs or ())[num_seen:]
+        return Delta(added.text, tuple(added.token_ids), completion, logprobs, self.index)
+
+
+class Job:
+    """One prompt on its way: its candidates, and those that have ended."""
+
+    def __init__(self, each: Sequence[Candidate], params: SamplingParams) -> None:
+        self._candidates = {candidate.request.id: candidate for candidate in each}
+        self._params = params
+        self._ended: dict[int, Completion] = {}  # by index
+
+    @property
+    def requests(self) -> list[Request]:
+        return [candidate.request for candidate in self._candidates.values()]
+
+    def take(self, news: Progress | Finished) -> Delta:
+        """What the engine delivered, as text. The completion comes when all candidates have ended."""
+        delta = self._candidates[news.request.id].take(news)
+        if delta.completion is None:
+            return delta
+        self._ended[delta.index] = delta.completion
+        if len(self._ended) < len(self._candidates):
+            return replace(delta, completion=None)
+        first, *others = self._chosen()
+        return replace(delta, completion=replace(first, others=tuple(others)) if others else first)
+
+    def _chosen(self) -> list[Completion]:
+        ended = [self._ended[index] for index in sorted(self._ended)]
+        if not is_ranked(self._params):
+            return ended
+        found = best(ended, self._params.n, _score)
+        return found if self._params.logprobs is not None else [replace(item, logprobs=None) for item in found]
+
+
+def _score(completion: Completion) -> float:
+    """A candidate that failed is the last choice."""
+    return -inf if completion.error is not None else mean_logprob(completion.logprobs or ())
 
 
 class Client:
@@ -156,8 +209,22 @@ class Client:
         """A job that is sure to be accepted. Stop strings need each token as it comes."""
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", "stop")
-        request = self.engine.make_request(tokens, params, streams=streams or bool(params.stop))
-        return Job(request, Transcript(self.tokenizer, params.stop, min_tokens=params.min_tokens), self.engine)
+        if streams and is_ranked(params):
+            raise InvalidRequest("best_of above n cannot be streamed: the best are known only at the end", "best_of")
+        make = self.engine.make_request
+        requests = [make(tokens, each, streams=streams or bool(params.stop)) for each in candidates(params)]
+        made = enumerate(requests)
+        return Job([Candidate(index, each, self._transcript(each), self.engine) for index, each in made], params)
+
+    def _transcript(self, request: Request) -> Transcript:
+        params = request.params
+        return Transcript(
+            self.tokenizer,
+            params.stop,
+            request.stop_ids,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+        )
 
 
 def _tokenizer(source: ModelSource) -> Tokenizer | None:

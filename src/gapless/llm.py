@@ -95,15 +95,17 @@ class LLM:
         try:
             while True:
                 while len(running) < ahead and (found := next(source, None)) is not None:
-                    running[found[1].request.id] = found
-                    self.engine.submit(found[1].request, news.put)
+                    for request in found[1].requests:
+                        running[request.id] = found
+                        self.engine.submit(request, news.put)
                 if not running:
                     return
                 item = news.get()
                 number, job = running[item.request.id]
                 completion = job.take(item).completion
-                if completion is not None:
+                if isinstance(item, Finished):
                     del running[item.request.id]
+                if completion is not None:
                     yield number, completion
         finally:
             for request_id in running:
@@ -146,12 +148,13 @@ class LLM:
         with heap_frozen(), progress_bar("generating", total=len(jobs), unit="prompt") as bar:
             for number, completion in self.run(enumerate(jobs)):
                 results[number] = completion
-                bar.advance(1, len(completion.token_ids))
+                bar.advance(1, sum(len(choice.token_ids) for choice in completion.choices))
         return [results[i] for i in range(len(jobs))]
 
     def _stream(self, job: Job) -> Iterator[Delta]:
         news: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
-        self.engine.submit(job.request, news.put)
+        for request in job.requests:
+            self.engine.submit(request, news.put)
         try:
             while True:
                 delta = job.take(news.get())
@@ -159,7 +162,8 @@ class LLM:
                 if delta.completion is not None:
                     return
         finally:
-            self.engine.abort(job.request.id)
+            for request in job.requests:
+                self.engine.abort(request.id)
 
 
 def _named(index: int, count: int, check: Callable[[Any], Any], value: Any) -> Any:

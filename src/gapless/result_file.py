@@ -163,18 +163,29 @@ def _check_place(path: Path, other: Path) -> None:
 
 
 def result_record(line: Line, completion: Completion, *, token_ids: bool) -> Record:
-    """The result of a prompt that ran."""
-    if completion.error is not None:
-        return error_record(line.index, line.id, completion.error)
-    record: Record = {"index": line.index, "id": line.id, "text": completion.text}
-    if token_ids:
-        record["token_ids"] = list(completion.token_ids)
-    record["finish_reason"] = completion.finish_reason
+    """The result of a prompt that ran. If one of its choices failed, it failed.
+
+    A single choice stands in the record itself, several as a list; `num_tokens` counts the tokens of all of them.
+    """
+    if completion.failure is not None:
+        return error_record(line.index, line.id, completion.failure)
+    choices = [_choice_record(choice, token_ids=token_ids) for choice in completion.choices]
+    record: Record = {"index": line.index, "id": line.id}
+    record |= choices[0] if len(choices) == 1 else {"choices": choices}
     record["num_prompt_tokens"] = len(completion.prompt_token_ids)
-    record["num_tokens"] = len(completion.token_ids)
-    for name, found in (("logprobs", completion.logprobs), ("prompt_logprobs", completion.prompt_logprobs)):
-        if found is not None:
-            record[name] = [_logprob_record(item) for item in found]
+    record["num_tokens"] = sum(len(choice.token_ids) for choice in completion.choices)
+    if completion.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [_logprob_record(item) for item in completion.prompt_logprobs]
+    return record
+
+
+def _choice_record(choice: Completion, *, token_ids: bool) -> Record:
+    record: Record = {"text": choice.text}
+    if token_ids:
+        record["token_ids"] = list(choice.token_ids)
+    record["finish_reason"] = choice.finish_reason
+    if choice.logprobs is not None:
+        record["logprobs"] = [_logprob_record(item) for item in choice.logprobs]
     return record
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gapless.core.params import MAX_LOGPROBS, MAX_STOP_IDS, MAX_STOP_STRINGS, SamplingParams
+from gapless.core.params import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_IDS, MAX_STOP_STRINGS, SamplingParams
 from gapless.errors import GaplessError, InvalidRequest
 
 BIG = 2**31
@@ -47,6 +49,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": ["a"]}, "a stop token id must be a whole number, got 'a'"),
     ({"stop_token_ids": [1] * 17}, f"at most {MAX_STOP_IDS} stop token ids, got 17"),
     ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1"),
+    ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output must be true or false, got 'yes'"),
+    ({"n": 0}, "n must be between 1 and 1024, got 0"),
+    ({"n": MAX_CHOICES + 1}, "n must be between 1 and 1024, got 1025"),
+    ({"n": 2.0}, "n must be a whole number, got 2.0"),
+    ({"n": None}, "n must be a whole number, got None"),
+    ({"best_of": 0}, "best_of must be between 1 and 1024, got 0"),
+    ({"best_of": True}, "best_of must be a whole number, got True"),
+    ({"n": 3, "best_of": 2}, "best_of must be at least n = 3, got 2"),
     ({"logprobs": -1}, "logprobs must be between 0 and 20, got -1"),
     ({"logprobs": MAX_LOGPROBS + 1}, "logprobs must be between 0 and 20, got 21"),
     ({"logprobs": True}, "logprobs must be a whole number, got True"),
@@ -83,6 +93,7 @@ def test_a_whole_number_beyond_float_is_refused(name: str) -> None:
         {"top_p": 1e-9},
         {"top_p": 1},
         {"min_p": 1},
+        {"n": MAX_CHOICES, "best_of": MAX_CHOICES},
         {"seed": -(2**63)},
         {"seed": 2**63 - 1},
         {"stop": ["x"] * 16, "stop_token_ids": list(range(16))},
@@ -95,6 +106,13 @@ def test_the_limits_themselves_are_allowed(values: dict[str, Any]) -> None:
 def test_every_field_has_a_bad_value_above() -> None:
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     assert {name for values, _ in BAD for name in values} == fields
+
+
+def test_the_documented_parameters_and_defaults_are_these() -> None:
+    page = (Path(__file__).parents[2] / "docs/parameters.md").read_text("utf-8")
+    table = page[: page.index("## ")]
+    told = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.MULTILINE)
+    assert told == [(field.name, str(field.default)) for field in dataclasses.fields(SamplingParams)]
 
 
 def test_one_stop_string_and_lists_become_tuples() -> None:

@@ -132,6 +132,63 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
         assert found == text[: text.index(text[5:7])]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stop_stays_in_the_text_if_asked_for(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
+    """A stop string and a stop token, for chats and completions."""
+    text = expected(llm, RENDERED, max_tokens=20, temperature=0, ignore_eos=True)
+    end = text.index(text[5]) + 1
+    for stop in ({"stop": text[5]}, {"stop_token_ids": ids(text[5])}):
+        for include, shown in ((True, text[:end]), (False, text[: end - 1])):
+            more = {"extra_body": {"ignore_eos": True, "include_stop_str_in_output": include} | stop}
+            asked: Any = {"model": "tiny", "max_tokens": 20, "temperature": 0, "stream": stream} | more
+            chat: Any = client.chat.completions.create(messages=TALK, **asked)
+            told: Any = client.completions.create(prompt=RENDERED, **asked)
+            chats = [part.choices[0] for part in (chat if stream else [chat])]
+            texts = [part.choices[0] for part in (told if stream else [told])]
+            said = [(part.delta if stream else part.message).content or "" for part in chats]
+            assert "".join(said) == "".join(part.text for part in texts) == shown
+            assert chats[-1].finish_reason == texts[-1].finish_reason == "stop"
+
+
+def test_min_tokens_keeps_a_stop_string_away(client: openai.OpenAI, llm: LLM) -> None:
+    text = expected(llm, RENDERED, max_tokens=20, temperature=0, ignore_eos=True)
+    for least in (0, 4, 5, 6, 20):
+        more = {"extra_body": {"ignore_eos": True, "min_tokens": least}}
+        answer = client.completions.create(
+            model="tiny", prompt=RENDERED, max_tokens=20, temperature=0, stop=text[4:6], **more
+        )
+        end = text.find(text[4:6], max(least - 1, 0))  # the first match that ends past the first `least` tokens
+        assert answer.choices[0].text == (text if end < 0 else text[:end])
+
+
+def test_the_best_of_several_are_those_with_the_highest_mean_logprob(client: openai.OpenAI, llm: LLM) -> None:
+    """The candidates are those that `n` would return. The tokens of all of them count."""
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "temperature": 1.5, "seed": 7}
+    params = SamplingParams(max_tokens=8, temperature=1.5, seed=7, n=4, logprobs=0)
+    for prompts in (["Hello"], ["Hello", "abc"]):
+        told, num_tokens = [], 0
+        for prompt, completion in zip(prompts, llm.generate(prompts, params), strict=True):
+            scores = {choice.text: [item.logprob for item in choice.logprobs or ()] for choice in completion.choices}
+            ranked = sorted(scores, key=lambda text: -sum(scores[text]) / len(scores[text]))
+            told += [prompt + text for text in ranked[:2]]
+            num_tokens += sum(map(len, scores.values()))
+        for logprobs in (None, 1):
+            answer = client.completions.create(prompt=prompts, n=2, best_of=4, logprobs=logprobs, echo=True, **asked)
+            assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(told))
+            assert all((choice.logprobs is None) == (logprobs is None) for choice in answer.choices)
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == num_tokens
+    chat = client.chat.completions.create(messages=TALK, n=1, extra_body={"best_of": 4}, **asked)
+    (found,) = llm.generate(RENDERED, SamplingParams(max_tokens=8, temperature=1.5, seed=7, best_of=4))
+    assert [choice.message.content for choice in chat.choices] == [found.text]
+
+
+def test_choices_are_the_same_as_offline(client: openai.OpenAI, llm: LLM) -> None:
+    answer = client.completions.create(model="tiny", prompt="Hello", max_tokens=8, temperature=1.5, seed=7, n=3)
+    (found,) = llm.generate("Hello", SamplingParams(max_tokens=8, temperature=1.5, seed=7, n=3))
+    assert [choice.text for choice in answer.choices] == [choice.text for choice in found.choices]
+
+
 def test_the_end_of_sequence_ends_an_answer(client: openai.OpenAI, llm: LLM) -> None:
     """With wide sampling the end token comes soon; the engine's own API says the same."""
     answer = client.completions.create(model="tiny", prompt="abc", max_tokens=900, seed=3, temperature=2.0)

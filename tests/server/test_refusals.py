@@ -26,7 +26,10 @@ TEXT = {"type": "text", "text": "Hello"}
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 5}, "best_of"),
+        ({"best_of": 2.0}, "best_of"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
@@ -154,7 +157,8 @@ def test_null_is_absent_whatever_the_name(server: Server, path: str, body: dict[
 
 
 def test_legal_bounds_are_taken(server: Server) -> None:
-    for values in ({"top_p": 0, "temperature": 2}, {"n": 2, "best_of": 2}, {"temperature": 0}):
+    same = {"n": 2, "best_of": 2, "stream": True}
+    for values in ({"top_p": 0, "temperature": 2}, same, {"n": 2, "best_of": 4}, {"temperature": 0}):
         status, data = server.send("POST", CHAT, {"messages": TALK, "max_tokens": 2} | values)
         assert status == 200, data
 

@@ -1,5 +1,5 @@
-"""A transcript's text and its token starts do not depend on how tokens are grouped, and stop strings wait for
-min_tokens."""
+"""A transcript's text and its token starts do not depend on how tokens are grouped, stop strings wait for min_tokens,
+and the text has the stop only if it is asked for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def assemble(transcript: Transcript, pushes: list[list[int]]) -> str:
     return "".join(piece.text for piece in added)
 
 
-def expected(tokenizer: Tokenizer, ids: list[int], stops: list[str], min_tokens: int) -> str:
+def expected(tokenizer: Tokenizer, ids: list[int], stops: list[str], min_tokens: int, *, include: bool) -> str:
     """The definition: the first prefix of tokens, longer than min_tokens, with a stop string that ends in its last
     token's text. Of several, the one that ends first; of those, the longest."""
     whole = tokenizer.decode(ids)
@@ -25,7 +25,7 @@ def expected(tokenizer: Tokenizer, ids: list[int], stops: list[str], min_tokens:
     for end in range(before + 1, len(whole) + 1):
         matching = [stop for stop in stops if whole[:end].endswith(stop)]
         if matching:
-            return whole[: end - max(map(len, matching))]
+            return whole[: end if include else end - max(map(len, matching))]
     return whole
 
 
@@ -37,9 +37,10 @@ def test_min_tokens_hold_stop_strings_back(byte_level: Tokenizer, data: st.DataO
     min_tokens = data.draw(st.integers(0, 8))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=4)))
     pushes = [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
-    transcript = Transcript(byte_level, stops, min_tokens=min_tokens)
+    include = data.draw(st.booleans())
+    transcript = Transcript(byte_level, stops, min_tokens=min_tokens, include_stop=include)
     found = assemble(transcript, pushes)
-    assert found == transcript.text == expected(byte_level, ids, stops, min_tokens)
+    assert found == transcript.text == expected(byte_level, ids, stops, min_tokens, include=include)
     assert transcript.num_shown == len(found)
     assert transcript.finish_reason == ("length" if transcript.stop is None else "stop")
 
@@ -50,6 +51,26 @@ def test_a_stop_string_counts_from_the_token_after_the_last_of_min_tokens(byte_l
         transcript = Transcript(byte_level, ["ab"], min_tokens=min_tokens)
         assert assemble(transcript, [ids]) == text, min_tokens
         assert transcript.stop == (None if min_tokens == 5 else "ab")
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_text_of_a_stop_token_is_shown_only_if_asked_for(byte_level: Tokenizer, data: st.DataObject) -> None:
+    """A special one has no text. The stop token arrives before the news that it was the last."""
+    special = min(byte_level.special_ids)
+    (plain,) = byte_level.encode("!", add_special_tokens=False)
+    body = byte_level.encode(data.draw(st.text("ab é", max_size=6)), add_special_tokens=False)
+    last, include = data.draw(st.sampled_from([plain, special])), data.draw(st.booleans())
+    cut = data.draw(st.integers(0, len(body) + 1))
+    ids = [*body, last]
+    transcript = Transcript(
+        byte_level, (), (plain, special), include_stop=include, tells_starts=data.draw(st.booleans())
+    )
+    shown = transcript.take(ids[:cut]).text + transcript.take(ids[cut:]).text + transcript.take((), "stop").text
+    assert shown == transcript.text == byte_level.decode(ids if include else body)
+    assert transcript.token_ids == ids
+    if transcript.starts:
+        assert transcript.num_in_text() == len(body) + (include and last == plain)
 
 
 def test_a_token_starts_where_its_text_stands(byte_level: Tokenizer) -> None:

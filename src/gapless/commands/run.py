@@ -47,8 +47,10 @@ class Printout:
         for index in sorted(records):
             record, line = records[index], self._lines[index]
             asked = line.prompt if line.prompt is not None else line.messages[-1]["content"]
-            answer = textwrap.indent(record["text"].strip(), "    ")
-            print(f"[{record['id']}] {asked}\n{answer}  ({record['finish_reason']})\n")
+            print(f"[{record['id']}] {asked}")
+            for choice in record.get("choices", [record]):
+                print(f"{textwrap.indent(choice['text'].strip(), '    ')}  ({choice['finish_reason']})")
+            print()
 
 
 class RunTally:

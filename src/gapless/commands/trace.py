@@ -80,10 +80,10 @@ def _record(options: EngineOptions, lines: Sequence[Line], sampling: Mapping[str
         tokens, errors, is_whole = {}, {}, False
         with contextlib.suppress(KeyboardInterrupt), heap_frozen():
             for index, completion in llm.run(jobs):
-                tokens[index] = completion.token_ids
-                if completion.error is not None:
-                    errors[index] = completion.error
-                bar.advance(1, len(completion.token_ids))
+                tokens[index] = tuple(token for choice in completion.choices for token in choice.token_ids)
+                if completion.failure is not None:
+                    errors[index] = completion.failure
+                bar.advance(1, len(tokens[index]))
             is_whole = True
         timeline = llm.engine.monitor.timeline(before=meter.before).trimmed()
         return Recorded(timeline, tokens, errors, meter.summary(), is_whole)

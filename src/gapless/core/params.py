@@ -14,6 +14,7 @@ from gapless.errors import InvalidRequest
 
 MAX_STOP_IDS = 16  # stop token ids of one request, the model's end-of-sequence ids included
 MAX_STOP_STRINGS = 16
+MAX_CHOICES = 1024  # candidates of one prompt
 MAX_LOGPROBS = 20  # most alternatives returned with each token
 
 
@@ -28,11 +29,14 @@ class SamplingParams:
     top_p: float = 1.0  # keep the likeliest tokens that together reach this probability; 0 is greedy
     min_p: float = 0.0  # keep tokens at least this likely, relative to the likeliest
     seed: int | None = None  # same seed, same tokens; None derives one from the engine's seed
-    stop: tuple[str, ...] = ()  # end before any of these strings
+    stop: tuple[str, ...] = ()  # end at any of these strings
     stop_token_ids: tuple[int, ...] = ()  # end at any of these tokens
+    include_stop_str_in_output: bool = False  # keep the stop string, or the stop token's text, in the text
     ignore_eos: bool = False  # continue past the model's end-of-sequence token
     logprobs: int | None = None  # log-probability of each generated token, and of the k likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    n: int = 1  # completions to return, each with a seed of its own
+    best_of: int | None = None  # completions to generate; the n with the highest mean log-probability are returned
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -50,11 +54,13 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_stops(self.stop, self.stop_token_ids)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}", "ignore_eos")
+        for name in ("include_stop_str_in_output", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}", name)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        _check_choices(self.n, self.best_of)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -67,9 +73,9 @@ class SamplingParams:
         return cls(**values)
 
 
-def derive_seed(seed: int, number: int) -> int:
-    """A seed for the request with this number: golden-ratio steps, folded into 64 bits."""
-    value = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
+def derive_seed(seed: int, number: int, step: int = 0x9E3779B97F4A7C15) -> int:
+    """A seed for the request with this number: steps (by default golden-ratio ones), folded into 64 bits."""
+    value = (seed + (number + 1) * step) % 2**64
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -106,6 +112,14 @@ def _check_stops(stop: tuple[Any, ...], stop_token_ids: tuple[Any, ...]) -> None
         raise InvalidRequest(f"at most {MAX_STOP_IDS} stop token ids, got {len(stop_token_ids)}", "stop_token_ids")
     for token in stop_token_ids:
         _integer("a stop token id", token, 0, 2**31 - 1, param="stop_token_ids")
+
+
+def _check_choices(n: Any, best_of: Any) -> None:
+    _integer("n", n, 1, MAX_CHOICES)
+    if best_of is not None:
+        _integer("best_of", best_of, 1, MAX_CHOICES)
+        if best_of < n:
+            raise InvalidRequest(f"best_of must be at least n = {n}, got {best_of}", "best_of")
 
 
 def _suggest(name: str, known: list[str]) -> str:

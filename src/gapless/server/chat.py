@@ -32,8 +32,7 @@ class ChatAnswer:
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
-        await self._generation.finish()
-        choices = [await dump_early(await self._choice(choice)) for choice in self._generation.choices]
+        choices = [await dump_early(await self._choice(choice)) for choice in await self._generation.finish()]
         told = self._head("chat.completion") | {"choices": choices, "usage": usage(self._generation.choices)}
         return told | self._prompt_ids() | await self._prompt_logprobs()
 
@@ -113,16 +112,17 @@ async def answer_chat(service: Service, body: ChatRequest, client: str) -> ChatA
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     service.check_logprobs(body.top_logprobs, param="top_logprobs")
     service.check_prompt_logprobs(body)
-    service.check_choices(1, body.n, body.best_of)
+    service.check_choices(1, body)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ; send one", param="max_tokens")
     wanted = body.max_completion_tokens or body.max_tokens
     prompt = await service.encode_chat(service.chat_messages(body.messages), **turn(body))
     max_tokens = service.room_for(prompt, wanted, param="messages")
-    scores = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None, "prompt_logprobs": body.prompt_logprobs}
-    params = service.params(body, max_tokens, body.stop, **scores)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    more = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs, "n": body.n, "best_of": body.best_of}
+    params = service.params(body, max_tokens, body.stop, **more)
     plan = PromptPlan(prompt, params, tells_all=bool(body.return_token_ids), by_default=wanted is None)
-    generation = service.start([plan], body.n, body.timeout, client)
+    generation = service.start([plan], body.timeout, client)
     return ChatAnswer(generation, body, model, service.token_texts(body.return_tokens_as_token_ids))
 
 

@@ -37,9 +37,8 @@ class CompletionAnswer:
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
-        await self._generation.finish()
         choices = []
-        for choice in self._generation.choices:
+        for choice in await self._generation.finish():
             piece = Piece(choice, choice.text, choice.tokens, choice.finish_reason, choice.told)
             choices.append(await dump_early(await self._choice(piece)))
         return self._head() | {"choices": choices, "usage": usage(self._generation.choices)}
@@ -109,17 +108,17 @@ async def answer_completion(service: Service, body: CompletionRequest, client: s
     service.check_logprobs(body.logprobs, param="logprobs")
     service.check_prompt_logprobs(body)
     given = _prompts(body)
-    service.check_choices(len(given), body.n, body.best_of)
+    service.check_choices(len(given), body)
     prompts = [await _tokens(service, prompt) for prompt in given]
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     plans = []
+    more = {"logprobs": body.logprobs, "prompt_logprobs": _num_of_prompt(body), "n": body.n, "best_of": body.best_of}
     for prompt in prompts:
         max_tokens = max(1, service.room_for(prompt, max(1, wanted), param="prompt"))
-        scores = {"logprobs": body.logprobs, "prompt_logprobs": _num_of_prompt(body)}
-        plans.append(PromptPlan(prompt, service.params(body, max_tokens, body.stop, **scores), shows_tokens=wanted > 0))
+        plans.append(PromptPlan(prompt, service.params(body, max_tokens, body.stop, **more), shows_tokens=wanted > 0))
     texts = [await service.decode(prompt) for prompt in prompts] if body.echo else []
     echoes = [text for text in texts for _ in range(body.n or 1)]
-    generation = service.start(plans, body.n, body.timeout, client)
+    generation = service.start(plans, body.timeout, client)
     return CompletionAnswer(generation, body, model, echoes, service.token_texts(body.return_tokens_as_token_ids))
 
 

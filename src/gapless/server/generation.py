@@ -10,8 +10,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from gapless.core.choices import best, is_ranked, mean_logprob, num_candidates
+from gapless.core.params import SamplingParams
 from gapless.server.errors import ApiError
-from gapless.server.messages import Over, Scores
+from gapless.server.messages import Over, Scores, unpack_scores
 from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
 from gapless.text.transcript import Transcript
@@ -72,6 +74,10 @@ class Choice:
     def scores(self, told: range) -> Sequence[Scores]:
         return self.flight.logprobs[told.start : told.stop]
 
+    def mean_logprob(self) -> float:
+        packed = self.scores(range(self.num_tokens))
+        return mean_logprob(score for scores in packed for score in unpack_scores(scores))
+
     @property
     def num_tokens(self) -> int:
         return len(self._transcript.token_ids)
@@ -113,9 +119,15 @@ class Generation:
     """The choices of one HTTP request."""
 
     def __init__(
-        self, supervisor: Supervisor, choices: Sequence[Choice], changed: asyncio.Event, deadline_s: float
+        self,
+        supervisor: Supervisor,
+        choices: Sequence[Choice],
+        changed: asyncio.Event,
+        deadline_s: float,
+        params: SamplingParams | None = None,
     ) -> None:
-        self.choices = choices
+        self.choices = choices  # every candidate, prompt by prompt
+        self._params = params or SamplingParams()  # how many candidates a prompt has, and how many are returned
         self._supervisor = supervisor
         self._changed = changed
         self._deadline_s = deadline_s  # by the event loop's clock
@@ -146,10 +158,22 @@ class Generation:
         for choice in self.choices:
             self._supervisor.abort(choice.flight)
 
-    async def finish(self) -> None:
-        """Wait for all of it."""
+    async def finish(self) -> Sequence[Choice]:
+        """Wait for all of it. The choices to return: of each prompt's candidates the best, if there are more."""
         async for _ in self.pieces():
             pass
+        if not is_ranked(self._params):
+            return self.choices
+        scores: dict[Choice, float] = {}
+        for choice in self.choices:
+            scores[choice] = choice.mean_logprob()
+            await asyncio.sleep(0)  # others have their turn
+        size, found = num_candidates(self._params), list[Choice]()
+        for start in range(0, len(self.choices), size):
+            found += best(self.choices[start : start + size], self._params.n, scores.__getitem__)
+        for index, choice in enumerate(found):
+            choice.index = index
+        return found
 
 
 def _failure(over: Over) -> ApiError:

@@ -72,7 +72,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "bad_words": ([],),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gapless.config import parse_bytes
-from gapless.core.params import MAX_LOGPROBS, MAX_STOP_STRINGS
+from gapless.core.params import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS
 from gapless.errors import ConfigError
 
 
@@ -37,8 +37,8 @@ class ServerOptions:
     max_queue: int = _option(1024, "most waiting requests, beyond those that run; further ones get status 429")
     max_per_client: int = _option(0, "most running and waiting requests of one key, or address; 0 is no limit")
     max_body: str = _option("4MiB", "largest request body")
-    max_n: int = _option(16, "most choices for one prompt")
-    max_choices: int = _option(1024, "most prompts of one request times n")
+    max_n: int = _option(16, f"largest n and best_of of one request, up to {MAX_CHOICES}")
+    max_choices: int = _option(1024, "most prompts of one request times n, or best_of")
     max_output_tokens: int = _option(2**20, "largest max_tokens of one request")
     default_max_tokens: int = _option(4096, "max_tokens of chats and responses that do not set it; less if less fits")
     max_logprobs: int = _option(20, f"largest top_logprobs of one request, up to {MAX_LOGPROBS}")
@@ -59,8 +59,9 @@ class ServerOptions:
         _whole("port", self.port, 0, 65535)
         _whole("max_queue", self.max_queue, 0, 2**20)
         _whole("max_per_client", self.max_per_client, 0, 2**20)
-        for name in ("max_n", "max_choices", "max_output_tokens", "default_max_tokens", "max_stop_length"):
+        for name in ("max_choices", "max_output_tokens", "default_max_tokens", "max_stop_length"):
             _whole(name, getattr(self, name), 1, 2**31 - 1)
+        _whole("max_n", self.max_n, 1, MAX_CHOICES)
         _whole("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
         _whole("max_stop", self.max_stop, 0, MAX_STOP_STRINGS)
         if "" in self.served_model_name:

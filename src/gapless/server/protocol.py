@@ -67,6 +67,9 @@ class Sampling(Body):
     )
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = Field(
+        None, description="keep the stop string, or the stop token's text, in the text"
+    )
     ignore_eos: bool | None = None
     stream: bool | None = None
     timeout: Annotated[float, Field(gt=0)] | None = Field(None, description="seconds; at most the server's own limit")
@@ -76,7 +79,9 @@ class Choosing(Sampling):
     """The fields that chats and completions share."""
 
     n: Annotated[int, Field(ge=1)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = Field(None, description="must be the same as n")
+    best_of: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="completions to generate; the n with the highest mean log-probability are returned"
+    )
     stop: str | list[str] | None = None
     stream_options: StreamOptions | None = None
     echo: bool | None = None

@@ -168,7 +168,7 @@ async def answer_response(service: Service, body: ResponsesRequest, memory: Memo
     max_tokens = service.room_for(prompt, body.max_output_tokens, param="input")
     params = service.params(body, max_tokens, None, logprobs=logprobs)
     plan = PromptPlan(prompt, params, tells_all=False, by_default=body.max_output_tokens is None)
-    generation = service.start([plan], None, body.timeout, client)
+    generation = service.start([plan], body.timeout, client)
     return ResponseAnswer(generation, body, model, talk, memory, service.token_texts())
 
 

@@ -12,11 +12,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from gapless.core.choices import candidates, num_candidates
 from gapless.core.limits import all_stop_ids, check_room, check_tokens, check_top, most_tokens
-from gapless.core.params import SamplingParams, derive_seed
+from gapless.core.params import SamplingParams
 from gapless.errors import CorruptModel, InvalidRequest, PromptTooLong, TemplateBusy
 from gapless.server.conversation import check_message
 from gapless.server.errors import ApiError
@@ -36,6 +37,17 @@ from gapless.text.transcript import Transcript
 
 log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
+SHARED = (  # parameters that have the same name in a body and in SamplingParams
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "seed",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+)
 NUM_HUGE_TEXTS = 2  # tokenized at the same time: each takes hundreds of bytes a character
 
 
@@ -203,9 +215,9 @@ class Service:
             raise ApiError(400, "prompt_logprobs are not told in a stream", param="prompt_logprobs")
 
     def params(
-        self, body: Sampling, max_tokens: int, stop: str | list[str] | None, **scores: int | None
+        self, body: Sampling, max_tokens: int, stop: str | list[str] | None, **more: int | None
     ) -> SamplingParams:
-        """Sampling parameters from the wire; `scores` are logprobs and prompt_logprobs. Raises ApiError."""
+        """Sampling parameters from the wire; `more` are those that not every body has by that name. Raises ApiError."""
         options = self.options
         if max_tokens > options.max_output_tokens:
             message = f"max_tokens is {max_tokens}; the server allows {options.max_output_tokens}"
@@ -216,12 +228,12 @@ class Service:
             raise ApiError(400, limit, param="stop")
         if stops and self.tokenizer is None:
             raise ApiError(400, "stop strings need a tokenizer, which the model does not have", param="stop")
-        named = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "stop_token_ids", "ignore_eos")
-        values = {name: value for name in named if (value := getattr(body, name)) is not None}
+        given = {name: getattr(body, name) for name in SHARED} | more
+        values = {name: value for name, value in given.items() if value is not None}
         if values.get("top_k") == -1:
             values["top_k"] = 0
         with refused():
-            params = SamplingParams.from_dict({**values, **scores, "max_tokens": max_tokens, "stop": stops})
+            params = SamplingParams.from_dict({**values, "max_tokens": max_tokens, "stop": stops})
             all_stop_ids(params, self.info.eos_token_ids, self.info.vocab_size)
         return params
 
@@ -240,39 +252,46 @@ class Service:
 
     # -- generation --------------------------------------------------------------------------------------------------
 
-    def check_choices(self, num_prompts: int, n: int | None, best_of: int | None = None) -> None:
-        """Raise ApiError for too many; before each prompt costs time."""
-        count = n or 1
-        if best_of not in (None, count):
-            raise ApiError(400, f"best_of is {best_of} and n is {count}; only the same is supported", param="best_of")
-        if count > self.options.max_n:
-            raise ApiError(400, f"n is {count}; the server allows {self.options.max_n}", param="n")
-        total = num_prompts * count
+    def check_choices(self, num_prompts: int, body: Choosing) -> None:
+        """Raise ApiError for too many, and for a stream of the best; before each prompt costs time."""
+        n, best_of = body.n or 1, body.best_of or 0
+        for name, count in (("n", n), ("best_of", best_of)):
+            if count > self.options.max_n:
+                raise ApiError(400, f"{name} is {count}; the server allows {self.options.max_n}", param=name)
+        if best_of > n and body.stream:
+            raise ApiError(400, "best_of above n cannot be streamed", param="best_of")
+        total = num_prompts * max(n, best_of)
         if total > self.options.max_choices:
             message = f"{total} choices; the server allows {self.options.max_choices}"
             raise ApiError(400, message, param="n" if num_prompts == 1 else "prompt")
 
-    def start(self, plans: Sequence[PromptPlan], n: int | None, timeout_s: float | None, client: str) -> Generation:
-        """Send prompts to the engine, each n times. Raises ApiError when there is no room for them."""
-        count = n or 1
-        self._admit(len(plans) * count, client)
+    def start(self, plans: Sequence[PromptPlan], timeout_s: float | None, client: str) -> Generation:
+        """Send each candidate of each prompt to the engine. Raises ApiError when there is no room for them."""
+        self._admit(sum(num_candidates(plan.params) for plan in plans), client)
         changed = asyncio.Event()
         limit_s = min(timeout_s or self.options.request_timeout, self.options.request_timeout)
         choices: list[Choice] = []
         for plan in plans:
-            for number in range(count):
-                flight = self.supervisor.submit(plan.prompt, _nth(plan.params, number), changed)
+            for params in candidates(plan.params):
+                flight = self.supervisor.submit(plan.prompt, params, changed)
                 self._clients[flight.id] = client
                 self._num_of_client[client] += 1
                 if plan.by_default:
                     self._by_default.add(flight.id)
                 choices.append(self._choice(len(choices), plan, flight))
-        return Generation(self.supervisor, choices, changed, asyncio.get_running_loop().time() + limit_s)
+        deadline_s = asyncio.get_running_loop().time() + limit_s
+        return Generation(self.supervisor, choices, changed, deadline_s, plans[0].params)
 
     def _choice(self, index: int, plan: PromptPlan, flight: Flight) -> Choice:
-        params = plan.params
-        scored = params.logprobs is not None
-        transcript = Transcript(self.tokenizer, params.stop, min_tokens=params.min_tokens, tells_starts=scored)
+        params = flight.params
+        transcript = Transcript(
+            self.tokenizer,
+            params.stop,
+            all_stop_ids(params, self.info.eos_token_ids, self.info.vocab_size),
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+            tells_starts=params.logprobs is not None,
+        )
         return Choice(index, flight, transcript, shows_tokens=plan.shows_tokens, tells_all=plan.tells_all)
 
     def _forget(self, flight: Flight) -> None:
@@ -303,13 +322,6 @@ class Service:
         if allowed and (own := self._num_of_client[client]) + count > allowed:
             message = f"{own} of your requests run or wait; with these {count} more than the {allowed} that may"
             raise ApiError(429, message, code="client_queue_full", retry_after_s=RETRY_AFTER_S)
-
-
-def _nth(params: SamplingParams, number: int) -> SamplingParams:
-    """Parameters of the nth choice: with a seed, each has its own, and the first has the given one."""
-    if number == 0 or params.seed is None:
-        return params
-    return replace(params, seed=derive_seed(params.seed, number))
 
 
 @contextlib.contextmanager

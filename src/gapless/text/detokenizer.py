@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -28,9 +28,12 @@ class _TextStream(Protocol):
 
 
 class Detokenizer:
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    """Shows neither the `hidden` tokens nor, with `skip_special_tokens`, the special ones."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, hidden: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        special = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = special if special.issuperset(hidden) else special.union(hidden)
         self._stream = _open_stream(tokenizer)
         self._cleaner = CleanUpStream() if tokenizer.cleans_up_spaces else None
 
@@ -40,7 +43,7 @@ class Detokenizer:
         return self._cleaner.push(text) if self._cleaner is not None else text
 
     def shows(self, id: int) -> bool:
-        """Whether the token is part of the text: special ones are not."""
+        """Whether the token is part of the text: special and hidden ones are not."""
         return id not in self._skipped
 
     def finish(self) -> str:

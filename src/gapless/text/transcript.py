@@ -1,14 +1,15 @@
 """One completion as its tokens come in: its tokens, its text, and how it ended.
 
 Owns the text state of a request: what was shown, what is held back, where a stop string ended it. A stop string counts
-only if it becomes complete with a token past the first `min_tokens`. Offline and served requests are told by the same
+only if it becomes complete with a token past the first `min_tokens`. A stop string, and the text of a stop token, is no
+part of the text unless `include_stop` is set. Offline and served requests are told by the same
 object. Knows no engine.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from gapless.text.detokenizer import Detokenizer
@@ -30,11 +31,19 @@ class Transcript:
     """Tokens in, text out. Without a tokenizer there is no text, and nothing to stop at."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), *, min_tokens: int = 0, tells_starts: bool = False
+        self,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str] = (),
+        stop_ids: Collection[int] = (),
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+        tells_starts: bool = False,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        hidden = () if include_stop else stop_ids  # each can only be the last token
+        self._detokenizer = Detokenizer(tokenizer, hidden=hidden) if tokenizer is not None else None
         self._one_by_one = len(stop) > 0 or tells_starts
-        self._matcher = StopMatcher(stop)
+        self._matcher = StopMatcher(stop, include_stop=include_stop)
         self._min_tokens = min_tokens
         self._parts: list[str] = []
         self._num_certain = 0  # characters, those that are held back included
