@@ -150,8 +150,11 @@ def _add_benchmarks(commands: Any) -> None:
     host.add_argument(
         "--batch", type=int, nargs="+", default=[1, 32, 128, 256, 1024], help="batch sizes (default: %(default)s)"
     )
-    host.add_argument("--steps", type=int, default=200, help="decode steps to time at each size (default: %(default)s)")
+    host.add_argument("--steps", type=int, default=200, help="steps to time at each size (default: %(default)s)")
     host.add_argument("--depth", type=int, default=2, help="steps in flight (default: %(default)s)")
+    host.add_argument("--mixed", action="store_true", help="requests end and others take their rows, as in workload X")
+    host.add_argument("--logprobs", type=int, metavar="N", help="score each sample, with the N likeliest tokens")
+    host.add_argument("--packing", choices=("cpu", "gpu"), default="cpu", help="the device that chunks are packed for")
     host.add_argument("--json", metavar="FILE", help="write the rows to this file as JSON")
     offline = _command(kinds, "offline", "measure the throughput of a fixed job, beside peers", _bench_offline)
     from gapless.bench.offline import add_arguments
@@ -279,7 +282,7 @@ def _serve(args: argparse.Namespace) -> int:
 def _bench_host(args: argparse.Namespace) -> int:
     from gapless.bench.host import main as bench
 
-    return bench(args.batch, args.steps, args.depth, args.json)
+    return bench(args)
 
 
 def _bench_offline(args: argparse.Namespace) -> int:

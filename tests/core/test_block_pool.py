@@ -24,7 +24,7 @@ def cached_chain(pool: BlockPool, *blocks_tokens: tuple[int, int]) -> list[int]:
     for tokens in blocks_tokens:
         block = pool.allocate()
         assert block is not None
-        entry = pool.index.insert(entry, int_array(tokens), block)
+        entry = pool.index.insert(entry, int_array(tokens), [block])
         blocks.append(block)
     pool.release(blocks)
     return blocks
@@ -154,7 +154,7 @@ class PoolMachine(RuleBasedStateMachine):
             block = self.pool.allocate()
             if block is None:
                 break
-            entry = self.pool.index.insert(entry, int_array(known[start : start + SIZE]), block)
+            entry = self.pool.index.insert(entry, int_array(known[start : start + SIZE]), [block])
             blocks.append(block)
         self.tables.append((blocks, known))
 

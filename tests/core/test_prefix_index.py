@@ -14,7 +14,7 @@ SIZE = 2
 def insert_chain(index: PrefixIndex, tokens: list[int], blocks: list[int]) -> int:
     entry = ROOT
     for number, block in enumerate(blocks):
-        entry = index.insert(entry, int_array(tokens[number * SIZE : (number + 1) * SIZE]), block)
+        entry = index.insert(entry, int_array(tokens[number * SIZE : (number + 1) * SIZE]), [block])
     return entry
 
 
@@ -47,10 +47,19 @@ def test_the_same_tokens_after_other_tokens_are_another_content() -> None:
     assert match(index, [7, 7]) == []
 
 
+def test_blocks_that_come_together_hang_below_each_other() -> None:
+    index, apart = PrefixIndex(SIZE), PrefixIndex(SIZE)
+    for one in (index, apart):
+        insert_chain(one, [1, 2, 3, 4], [10, 11])
+    last = index.insert(ROOT, int_array([1, 2, 3, 4, 5, 6, 7, 8]), [20, 21, 22, 23])
+    assert last == insert_chain(apart, [1, 2, 3, 4, 5, 6, 7, 8], [20, 21, 22, 23])
+    assert match(index, [1, 2, 3, 4, 5, 6, 7, 8]) == match(apart, [1, 2, 3, 4, 5, 6, 7, 8]) == [10, 11, 22, 23]
+
+
 def test_the_first_block_of_a_content_stays_the_one() -> None:
     index = PrefixIndex(SIZE)
-    entry = index.insert(ROOT, int_array([1, 2]), 10)
-    assert index.insert(ROOT, int_array([1, 2]), 11) == entry
+    entry = index.insert(ROOT, int_array([1, 2]), [10])
+    assert index.insert(ROOT, int_array([1, 2]), [11]) == entry
     assert match(index, [1, 2]) == [10]
     assert 11 not in index
 
@@ -66,7 +75,7 @@ def test_a_forgotten_parent_that_comes_back_does_not_get_its_old_children() -> N
     index = PrefixIndex(SIZE)
     insert_chain(index, [1, 2, 3, 4], [10, 11])
     index.forget(10)
-    index.insert(ROOT, int_array([1, 2]), 20)
+    index.insert(ROOT, int_array([1, 2]), [20])
     assert match(index, [1, 2, 3, 4]) == [20]
 
 
@@ -75,7 +84,7 @@ def test_clearing_forgets_all() -> None:
     old = insert_chain(index, [1, 2], [10])
     index.clear()
     assert (len(index), 10 in index, match(index, [1, 2])) == (0, False, [])
-    assert index.insert(ROOT, int_array([1, 2]), 10) != old
+    assert index.insert(ROOT, int_array([1, 2]), [10]) != old
 
 
 BLOCK = st.tuples(st.integers(0, 1), st.integers(0, 1))
@@ -88,7 +97,7 @@ def test_a_match_is_what_a_plain_search_finds(chains: list[list[tuple[int, int]]
         entry = ROOT
         for depth, tokens in enumerate(chain):
             block = number * 10 + depth
-            entry = index.insert(entry, int_array(tokens), block)
+            entry = index.insert(entry, int_array(tokens), [block])
             held.setdefault(tuple(chain[: depth + 1]), block)
     expected = []
     while len(expected) < len(wanted) and tuple(wanted[: len(expected) + 1]) in held:

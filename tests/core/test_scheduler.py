@@ -62,6 +62,14 @@ def stop_at(prompt: list[int], index: int) -> int:
 PROMPT = [5, 6, 9]  # its first tokens differ from each other, so that each can be a stop token
 
 
+def test_a_later_request_may_have_more_stop_tokens() -> None:
+    one = make_request("a", PROMPT, LIMITS, max_tokens=6, stop_token_ids=(stop_at(PROMPT, 3),))
+    two = make_request("b", PROMPT, LIMITS, max_tokens=6, stop_token_ids=(900, 901, stop_at(PROMPT, 2)))
+    run = finish(start(LIMITS, one, two))
+    assert [len(run.tokens(request.id)) for request in (one, two)] == [4, 3]
+    check_truth(run, one, two)
+
+
 # -- chunks and admission ------------------------------------------------------------------------------------------
 
 

@@ -124,7 +124,11 @@ def _(original):
 
 @fault("a prefix is found by its last block alone", PrefixIndex, "insert")
 def _(original):
-    return lambda self, parent, tokens, block: original(self, ROOT, tokens, block)
+    def insert(self: PrefixIndex, parent: int, tokens: IntArray, blocks) -> int:
+        parts = zip(tokens.reshape(-1, self.block_size), blocks, strict=True)
+        return [original(self, ROOT, part, [block]) for part, block in parts][-1]
+
+    return insert
 
 
 @fault("a prefix match leaves no token to compute", PrefixSharing, "match")

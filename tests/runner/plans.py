@@ -43,8 +43,8 @@ def plans(draw: st.DrawFn) -> Plan:
     sampling = [chunk.row for chunk in chunks if chunk.samples]
     seat_rows = [chunk.row for chunk in chunks if draw(st.booleans())]
     seats = np.zeros(len(seat_rows), SEAT)
-    for record in seats:
-        write_seat(record, draw(requests()))
+    for index in range(len(seats)):
+        write_seat(seats, index, draw(requests()))
     keys = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 15)), unique=True, max_size=20))
     blocks = [(row, index, draw(st.integers(0, LIMITS.num_blocks - 1))) for row, index in keys]
     return Plan(

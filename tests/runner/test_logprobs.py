@@ -23,7 +23,7 @@ def make(seed: int = 0, scale: float = 5.0) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def read(scores: torch.Tensor, tokens: torch.Tensor, num_top: int) -> list[TokenLogprob]:
-    return [token_logprob(t, s, num_top) for t, s in zip(tokens.tolist(), scores.numpy(), strict=True)]
+    return [token_logprob(t, s.tobytes(), num_top) for t, s in zip(tokens.tolist(), scores.numpy(), strict=True)]
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, MAX_LOGPROBS])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,11 +32,18 @@ def make_seats(
     seats, needs = np.zeros(len(params), SEAT), 0
     for row, (values, seed) in enumerate(zip(params, seeds, strict=True)):
         stop_ids = tuple(stops[row]) if stops is not None else ()
-        needs |= write_seat(seats[row], Request("r", int_array([1]), values, seed, stop_ids, limit=9))
+        needs |= write_seat(seats, row, Request("r", int_array([1]), values, seed, stop_ids, limit=9))
         if min_total is not None:
             seats[row]["min_total"] = min_total[row]
             needs |= need("min_total")
     return torch.from_numpy(seats.view(np.int32).reshape(len(params), -1)), needs
+
+
+def test_what_rounds_to_neutral_is_no_need() -> None:
+    """The device has the number as float32."""
+    almost = SamplingParams(temperature=1.0, top_p=1 - 1e-12)
+    assert make_seats([almost], [0])[1] == need("temperature")
+    assert make_seats([replace(almost, top_p=0.5)], [0])[1] == need("temperature", "top_p")
 
 
 def run(logits: np.ndarray, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int]) -> list[int]:

@@ -51,7 +51,7 @@ def run(
 def read(out: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
     width = score_width(num_top)
     scores = out[: len(tokens) * width].view(-1, width).numpy()
-    return [token_logprob(token, numbers, num_top) for token, numbers in zip(tokens, scores, strict=True)]
+    return [token_logprob(token, numbers.tobytes(), num_top) for token, numbers in zip(tokens, scores, strict=True)]
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, MAX_LOGPROBS])

@@ -8,6 +8,7 @@ Owns the counts. The prefix index owns the content of blocks.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from gapless.core.prefix_index import PrefixIndex
@@ -22,7 +23,9 @@ class BlockPool:
         self.num_evictions = 0
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: dict[int, None] = {}  # unreferenced but findable, least recently used first
+        # Unreferenced but findable, least recently used first. To find the first key of a plain dict takes ever longer
+        # as keys before it are deleted.
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_available(self) -> int:
@@ -42,8 +45,7 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         elif self._cached:
-            block = next(iter(self._cached))
-            del self._cached[block]
+            block, _ = self._cached.popitem(last=False)
             self.index.forget(block)
             self.num_evictions += 1
         else:
@@ -64,11 +66,12 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give references back. Later blocks of a prefix are evicted before earlier ones."""
+        references, index = self._references, self.index
         for block in reversed(blocks):
-            self._references[block] -= 1
-            assert self._references[block] >= 0, f"block {block} released more often than taken"
-            if self._references[block] == 0:
-                if block in self.index:
+            left = references[block] = references[block] - 1
+            assert left >= 0, f"block {block} released more often than taken"
+            if left == 0:
+                if block in index:
                     self._cached[block] = None
                 else:
                     self._free.append(block)

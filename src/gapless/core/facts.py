@@ -35,12 +35,13 @@ class Facts:
 
     def settle(self, plan: Plan, results: IntArray) -> Commit:
         """The plan's slots hold the samples of its rows in order; the plan's scores follow."""
+        num_slots = plan.num_slots
         if plan.num_scores:
             live = self._rows.epoch[plan.sample_rows] == plan.sample_epochs
-            self._scoring.keep(plan, live, results[plan.num_slots :].reshape(-1, score_width(plan.num_top)))
+            self._scoring.keep(plan, live, results[num_slots:].reshape(-1, score_width(plan.num_top)))
         if len(plan.decode_widths) == 0:
-            return self._settle_one_each(plan.sample_rows, plan.sample_epochs, results[: plan.num_slots])
-        found = [self._settle_one_each(*samples) for samples in self._rounds(plan, results[: plan.num_slots])]
+            return self._settle_one_each(plan.sample_rows, plan.sample_epochs, results[:num_slots])
+        found = [self._settle_one_each(*samples) for samples in self._rounds(plan, results[:num_slots])]
         return Commit(
             sum(commit.num_tokens for commit in found),
             tuple(item for commit in found for item in commit.progress),
@@ -68,8 +69,8 @@ class Facts:
         rows.pending[sampled] -= num_missing
         rows.cursor[sampled] -= num_missing
 
-    def _settle_one_each(self, sampled: IntArray, epochs: LongArray, tokens: IntArray) -> Commit:
-        rows = self._rows
+    def _settle_one_each(self, sample_rows: IntArray, epochs: LongArray, tokens: IntArray) -> Commit:
+        rows, sampled = self._rows, sample_rows.astype(np.int64)  # an index of int32 would be converted at each use
         live = rows.epoch[sampled] == epochs
         if not live.all():
             self._counters.num_overrun += int(len(live) - live.sum())
@@ -86,14 +87,15 @@ class Facts:
         self._counters.num_generated += len(sampled)
         self._sharing.register_full(sampled, total)
         progress = self._progress(sampled, tokens)
-        stopped = (tokens[:, None] == rows.stop_ids[sampled]).any(axis=1) & (total >= rows.min_total[sampled])
+        stop_ids = rows.stop_ids[:, : rows.most_stop_ids][sampled]
+        stopped = (tokens[:, None] == stop_ids).any(axis=1) & (total >= rows.min_total[sampled])
         over = stopped | (total >= rows.limit[sampled])
         if over.any():
             ends = zip(sampled[over].tolist(), stopped[over].tolist(), strict=True)
             finished += [self._finish(self._owner(row), "stop" if stop else "length", None) for row, stop in ends]
         return Commit(len(sampled), progress, tuple(finished))
 
-    def _progress(self, sampled: IntArray, tokens: IntArray) -> tuple[Progress, ...]:
+    def _progress(self, sampled: LongArray, tokens: IntArray) -> tuple[Progress, ...]:
         streaming = self._rows.streams[sampled]
         if not streaming.any():
             return ()

@@ -6,10 +6,9 @@ applies it to all rows at once.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from gapless.core.params import SamplingParams
 from gapless.core.request import IntArray, Request
@@ -90,12 +89,11 @@ def how_over(generated: Sequence[int], params: SamplingParams, stop_ids: Sequenc
     return "length" if len(generated) >= most else None
 
 
-def token_logprob(token: int, score: IntArray, num_top: int) -> TokenLogprob:
+def token_logprob(token: int, score: bytes, num_top: int) -> TokenLogprob:
     """A token's log-probability from the numbers of a step (see `score_width` in core/plan.py)."""
-    width = (len(score) - 2) // 2  # the largest k of the step
-    floats = score.view(np.float32)
-    pairs = zip(score[2 : 2 + num_top].tolist(), floats[2 + width : 2 + width + num_top].tolist(), strict=True)
-    return TokenLogprob(token, float(floats[0]), int(score[1]), tuple(pairs))
+    width = len(score) // 8 - 1  # the largest k of the step
+    logprob, rank, *tops = struct.unpack(f"=fi{width}i{width}f", score)
+    return TokenLogprob(token, logprob, rank, tuple(zip(tops[:num_top], tops[width : width + num_top], strict=True)))
 
 
 def completion_logprobs(request: Request, num_tokens: int) -> tuple[TokenLogprob, ...] | None:
@@ -109,12 +107,12 @@ def prompt_logprobs(request: Request) -> tuple[TokenLogprob | None, ...] | None:
     """One for each prompt token; None for the first, and for those missing after an early end."""
     if request.params.prompt_logprobs is None:
         return None
-    scores = [score for chunk in request.prompt_scores for score in chunk]
+    scores = [score.tobytes() for chunk in request.prompt_scores for score in chunk]
     missing = request.num_prompt - 1 - len(scores)
     return (None, *_logprobs(request.prompt[1:], scores, request.params.prompt_logprobs), *[None] * missing)
 
 
-def _logprobs(tokens: IntArray, scores: Sequence[IntArray], num_top: int) -> tuple[TokenLogprob, ...]:
+def _logprobs(tokens: IntArray, scores: Sequence[bytes], num_top: int) -> tuple[TokenLogprob, ...]:
     """For as many tokens as there are scores."""
     pairs = zip(tokens[: len(scores)].tolist(), scores, strict=True)
     return tuple(token_logprob(token, score, num_top) for token, score in pairs)

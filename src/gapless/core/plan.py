@@ -59,6 +59,13 @@ class Plan:
     block_copies: IntArray = field(default_factory=lambda: NO_COPIES)  # [n, 2] from, to: before the step writes
     score_samples: IntArray = field(default_factory=lambda: NOTHING)  # which of the samples want log-probabilities
     num_top: int = 0  # likeliest tokens to give with each of them, and with each target of a chunk
+    num_chunk_tokens: int = field(init=False)
+    num_targets: int = field(init=False)  # prompt tokens whose log-probabilities the step returns
+
+    def __post_init__(self) -> None:
+        """Count once what each stage asks for."""
+        object.__setattr__(self, "num_chunk_tokens", sum([len(chunk.tokens) for chunk in self.chunks]))
+        object.__setattr__(self, "num_targets", sum([len(chunk.targets) for chunk in self.chunks]))
 
     @property
     def num_decodes(self) -> int:
@@ -83,7 +90,7 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         extra = self._num_extra if len(self.decode_widths) else 0
-        return len(self.decode_rows) + extra + sum(len(chunk.tokens) for chunk in self.chunks)
+        return len(self.decode_rows) + extra + self.num_chunk_tokens
 
     @property
     def _num_extra(self) -> int:
@@ -94,11 +101,6 @@ class Plan:
     def num_scores(self) -> int:
         """Positions whose log-probabilities the step returns: the samples that need them, then the chunks' targets."""
         return len(self.score_samples) + self.num_targets
-
-    @property
-    def num_targets(self) -> int:
-        """Prompt tokens whose log-probabilities the step returns."""
-        return sum(len(chunk.targets) for chunk in self.chunks) if self.chunks else 0
 
     @property
     def num_results(self) -> int:

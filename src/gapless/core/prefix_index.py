@@ -7,6 +7,8 @@ so entries below a removed one can no longer be reached. Knows blocks only as nu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gapless.core.request import IntArray
 
 ROOT = 0
@@ -30,27 +32,34 @@ class PrefixIndex:
 
     def match(self, tokens: IntArray, num_tokens: int) -> tuple[list[int], int]:
         """The blocks that hold the longest known prefix of the first `num_tokens` tokens, and the last one's entry."""
-        size = self.block_size
+        content, size = tokens[:num_tokens].tobytes(), self.block_size * tokens.itemsize
         blocks: list[int] = []
         entry = ROOT
-        for start in range(0, num_tokens - size + 1, size):
-            found = self._entries.get((entry, tokens[start : start + size].tobytes()))
+        for start in range(0, len(content) - size + 1, size):
+            found = self._entries.get((entry, content[start : start + size]))
             if found is None:
                 break
             entry, block = found
             blocks.append(block)
         return blocks, entry
 
-    def insert(self, parent: int, tokens: IntArray, block: int) -> int:
-        """Register a full block below `parent`; return its entry, or that of an earlier block with the same content."""
-        key = (parent, tokens.tobytes())
-        found = self._entries.get(key)
-        if found is not None:
-            return found[0]
-        entry = self._next_entry
-        self._next_entry += 1
-        self._entries[key] = (entry, block)
-        self._key_of[block] = key
+    def insert(self, parent: int, tokens: IntArray, blocks: Sequence[int]) -> int:
+        """Register full blocks, each below the one before and the first below `parent`; return the last one's entry.
+
+        Where an earlier block has the same content, its entry stands for the new one.
+        """
+        content, size = tokens.tobytes(), self.block_size * tokens.itemsize
+        entry = parent
+        for number, block in enumerate(blocks):
+            key = (entry, content[number * size : (number + 1) * size])
+            found = self._entries.get(key)
+            if found is not None:
+                entry = found[0]
+                continue
+            entry = self._next_entry
+            self._next_entry += 1
+            self._entries[key] = (entry, block)
+            self._key_of[block] = key
         return entry
 
     def forget(self, block: int) -> None:

@@ -77,15 +77,13 @@ class PrefixSharing:
         if not self.enabled:
             return
         rows, size = self._rows, self._size
-        full = min(int(rows.cursor[row]), int(rows.num_tokens[row])) // size
-        for index in range(rows.num_registered[row], full):
-            tokens = rows.tokens[row, index * size : (index + 1) * size]
-            rows.prefix_entry[row] = self._pool.index.insert(
-                rows.prefix_entry[row], tokens, int(rows.blocks[row, index])
-            )
-        rows.num_registered[row] = max(full, rows.num_registered[row])
+        first, full = rows.num_registered[row], min(rows.cursor.item(row), rows.num_tokens.item(row)) // size
+        if full > first:
+            tokens, blocks = rows.tokens[row, first * size : full * size], rows.blocks[row, first:full].tolist()
+            rows.prefix_entry[row] = self._pool.index.insert(rows.prefix_entry[row], tokens, blocks)
+            rows.num_registered[row] = full
 
-    def register_full(self, rows: IntArray, num_tokens: LongArray) -> None:
+    def register_full(self, rows: LongArray, num_tokens: LongArray) -> None:
         """The same for those of the rows whose last known token begins a new block."""
         if self.enabled:
             for row in rows[(num_tokens - 1) % self._size == 0].tolist():

@@ -46,7 +46,7 @@ class Request:
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     was_admitted: bool = False
-    scores: list[IntArray] = field(default_factory=list)  # of each generated token, if the request has logprobs
+    scores: list[bytes] = field(default_factory=list)  # of each generated token, if the request has logprobs
     prompt_scores: list[IntArray] = field(default_factory=list)  # [n, width] each: of prompt tokens 1, 2, ...
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Request:
             raise InvalidRequest("prompt_logprobs come before the first generated token; ask no more for them")
         self.tokens = int_array(np.concatenate((self.prompt, generated)))
         if self.params.logprobs is not None:
-            self.scores = [np.empty(0, np.int32)] * len(generated)  # the scores come with the tokens
+            self.scores = [b""] * len(generated)  # the scores come with the tokens
 
 
 class RowTable:
@@ -102,6 +102,7 @@ class RowTable:
         self.seats = np.zeros(num_rows, SEAT)
         self.min_total = self.seats["min_total"]  # a stop token counts from this many tokens on
         self.stop_ids = self.seats["stop_ids"]
+        self.most_stop_ids = 0  # of any request so far; those behind it are no tokens
         self.needs = np.zeros(num_rows, np.int64)  # bits of row_fields.need
         self.num_logprobs = np.full(num_rows, -1, np.int64)  # likeliest tokens requested with each sample; -1: none
         self.blocks = np.zeros((num_rows, self.max_blocks), np.int32)
@@ -131,7 +132,8 @@ class RowTable:
         self.streams[row] = request.streams
         self.width[row] = 1 if request.wants_scores else request.width
         self.num_wide += bool(self.width[row] > 1)
-        self.needs[row] = write_seat(self.seats[row], request)
+        self.needs[row] = write_seat(self.seats, row, request)
+        self.most_stop_ids = max(self.most_stop_ids, len(request.stop_ids))
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.prefix_entry[row] = self.num_registered[row] = 0
         self.request[row] = request

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gapless.core.params import MAX_STOP_IDS
 
@@ -72,9 +73,8 @@ def need(*names: str) -> int:
     return sum(_BITS[name] for name in names)
 
 
-def write_seat(record: Any, request: Request) -> int:
-    """Fill a record of type SEAT from a request; return the needs of the request."""
-    for field in FIELDS:
-        record[field.name] = field.of(request)
-    neutral = ((field.name, field.neutral) for field in FIELDS if field.neutral is not None)
-    return sum(_BITS[name] for name, value in neutral if record[name] != value)
+def write_seat(seats: npt.NDArray[Any], row: int, request: Request) -> int:
+    """Fill the record of a row from a request; return the needs of the request. seats: of type SEAT."""
+    seats[row] = tuple([field.of(request) for field in FIELDS])
+    stored = zip(FIELDS, seats[row].item(), strict=True)  # as rounded to the field's type
+    return sum([_BITS[field.name] for field, value in stored if field.neutral is not None and value != field.neutral])

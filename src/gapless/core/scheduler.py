@@ -142,8 +142,11 @@ class Scheduler:
         cramped = rows.cursor[ready] >= rows.num_blocks[ready] * self.limits.block_size
         if not cramped.any():
             return ready
-        stalled = []
         short = ready[cramped]
+        if len(short) <= self.pool.num_available:
+            self.tables.grow_each(short)
+            return ready
+        stalled = []
         for row in short[np.argsort(rows.arrival[short])].tolist():
             if row not in self._preempted and self._grow(row, int(rows.cursor[row]) + 1) == 0:
                 stalled.append(row)

@@ -49,10 +49,11 @@ class Scoring:
         """Give each request its own; copies, so that none keeps a whole step's in memory."""
         rows, wanting = self._rows, plan.score_samples
         kept = live[wanting]
-        for row, score in zip(plan.sample_rows[wanting[kept]].tolist(), scores[: len(wanting)][kept], strict=True):
+        size, content = scores.shape[1] * scores.itemsize, scores[: len(wanting)][kept].tobytes()
+        for number, row in enumerate(plan.sample_rows[wanting[kept]].tolist()):
             request = rows.request[row]
             assert request is not None
-            request.scores.append(score.copy())
+            request.scores.append(content[number * size : (number + 1) * size])
         end = len(wanting)
         for chunk in plan.chunks:
             start, end = end, end + len(chunk.targets)

@@ -35,7 +35,7 @@ def is_tie(stage: ModelStage, ask: Ask, known: tuple[int, ...], other: int) -> b
     places = torch.full((NUM_TRIALS,), len(history))
     seats = np.zeros(1, SEAT)
     request = Request(ask.id, int_array(ask.prompt), ask.params, ask.seed, ask.stop_ids, limit=len(history) + 1)
-    needs = write_seat(seats[0], request)
+    needs = write_seat(seats, 0, request)
     sampled = SampledRows(rows, places, torch.from_numpy(seats.view(np.int32).reshape(1, -1)))
     tokens = sample(shaken, sampled, needs)
     return bool((tokens == other).any())

@@ -13,6 +13,7 @@ The results are one array too: the sampled tokens, then the scores (`plan.score_
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -41,11 +42,10 @@ class Sections:
 
     @classmethod
     def of(cls, plan: Plan) -> Sections:
-        chunk_tokens = plan.num_tokens - plan.num_decodes
         num_score_samples = len(plan.score_samples)
         return cls(
             plan.num_decodes,
-            chunk_tokens,
+            plan.num_chunk_tokens,
             len(plan.chunks),
             plan.num_samples,
             num_score_samples,
@@ -152,22 +152,22 @@ def unpack(packed: torch.Tensor, sections: Sections) -> Packed:
 def _chunk_parts(plan: Plan) -> list[IntArray]:
     chunks = plan.chunks
     counts = [len(chunk.tokens) for chunk in chunks]
-    rows = np.array([chunk.row for chunk in chunks], np.int32)
-    starts = np.array([chunk.start for chunk in chunks], np.int32)
-    ends = np.array([chunk.length for chunk in chunks], np.int32)
+    offsets = accumulate(counts[:-1], initial=plan.num_decodes)
+    words = [(chunk.row, offset, chunk.start, chunk.length) for chunk, offset in zip(chunks, offsets, strict=True)]
+    rows, *others = np.array(words, np.int32).T
     positions = [np.arange(chunk.start, chunk.length, dtype=np.int32) for chunk in chunks]
     tokens = [chunk.tokens for chunk in chunks]
-    offsets = plan.num_decodes + np.cumsum([0, *counts[:-1]]).astype(np.int32)
-    return [np.concatenate(tokens), np.concatenate(positions), np.repeat(rows, counts), rows, offsets, starts, ends]
+    return [np.concatenate(tokens), np.concatenate(positions), np.repeat(rows, counts), rows, *others]
 
 
 def _sample_tokens(plan: Plan) -> IntArray:
     decodes = np.arange(plan.num_decodes, dtype=np.int32)
     if not plan.chunks:
         return decodes
-    ends = plan.num_decodes + np.cumsum([len(chunk.tokens) for chunk in plan.chunks]) - 1
-    samples = np.array([chunk.samples for chunk in plan.chunks], np.bool_)
-    return np.concatenate((decodes, ends[samples].astype(np.int32)))
+    ends = accumulate([len(chunk.tokens) for chunk in plan.chunks], initial=plan.num_decodes - 1)
+    next(ends)  # of the decode rows
+    samples = [end for chunk, end in zip(plan.chunks, ends, strict=True) if chunk.samples]
+    return np.concatenate((decodes, np.array(samples, np.int32)))
 
 
 def target_parts(plan: Plan) -> list[IntArray]:
