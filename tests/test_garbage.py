@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gapless import LLM, SamplingParams
-from gapless.garbage import heap_frozen
+from gapless.garbage import collections_paused, heap_frozen
 from tiny import CPU
 
 
@@ -103,3 +103,18 @@ def test_generating_leaves_out_what_exists(dummy_dir: Path, monkeypatch: pytest.
         assert len(counts) == 2
         assert min(counts) > 1000
         assert gc.get_freeze_count() == 0
+
+
+def test_collections_pause_after_one_and_go_on() -> None:
+    before = weakref.ref(Ring())
+    with collections_paused():
+        assert before() is None
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_a_pause_leaves_collections_off_where_they_were() -> None:
+    with pytest.raises(ValueError, match="within"), collections_paused():
+        raise ValueError("within")
+    assert not gc.isenabled()

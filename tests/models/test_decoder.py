@@ -121,6 +121,17 @@ def test_sinks_reach_attention_and_layers_choose_their_rope() -> None:
     assert not torch.allclose(seen[0].apply(heads), heads)
 
 
+def test_few_layers_are_two_of_each_kind_and_the_model_keeps_all() -> None:
+    plain_config = hf_config(raw_config())
+    one = plain_config.layers[0]
+    other = replace(one, attention=replace(one.attention, rope=None))
+    config = replace(plain_config, layers=(one, other, one, one, other, other))
+    shapes = weight_shapes(config)
+    model = CausalLM(config, lambda name: plain(torch.full(shapes[name], 0.5)))
+    assert [layer.index for layer in model.few_layers().layers] == [0, 1, 2, 4]
+    assert [layer.index for layer in model.layers] == [0, 1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_gguf_logits_equal_transformers(tmp_path: Path, arch: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
