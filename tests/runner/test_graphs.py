@@ -128,14 +128,21 @@ def test_the_same_rows_again_are_not_sent_again(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("no_gpu")
 def test_what_the_budget_leaves_out_is_padded_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All steps of the toy have a place in the largest mixed shape; decode steps are then without a graph."""
+    """The largest step's memory was set aside. The largest decode shape comes next, so that no step misses a graph."""
     monkeypatch.setattr(capture, "BUDGET_BYTES", 10)
-    free = iter(range(100, 0, -6))
+    free = iter([100, *range(40, 0, -6)])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 0))
     runner = run_with_graphs(toy_requests())
-    assert runner.cost.num_graphs == 2
-    assert "2 of" in str(runner.cost)
-    assert set(runner.ledger) == {"no graph: none was captured"}
+    assert runner.cost.num_graphs == 3
+    assert "3 of" in str(runner.cost)
+    assert (len(runner._mixed_shapes), len(runner._decode_shapes)) == (1, 1)
+    assert not runner.ledger
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_decode_steps_without_a_graph_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "BUDGET_BYTES", 0)
+    assert set(run_with_graphs(toy_requests()).ledger) == {"no graph: none was captured"}
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -171,8 +171,9 @@ class GraphRunner:
 
         No garbage is collected meanwhile: a graph that dies during a capture would end that, too.
         """
-        # the largest first: the others fit into its memory
-        shapes = [*reversed(mixed_shapes(self._limits)), *reversed(decode_shapes(self._limits))]
+        # the largest first: the others fit into its memory. Then decode steps, which miss a graph most
+        largest, *mixes = reversed(mixed_shapes(self._limits))
+        shapes = [largest, *reversed(decode_shapes(self._limits)), *mixes]
         wanted = [(shape, plain) for shape in shapes for plain in ((False,) if shape.has_chunks else (True, False))]
         self.cost = CaptureCost(num_wanted=len(wanted))
         self._rehearse(wanted, progress)
@@ -189,8 +190,7 @@ class GraphRunner:
                 self._graphs[shape, is_plain] = Captured(graph, inputs)
                 if not is_plain:  # all of its graphs are there
                     (self._mixed_shapes if shape.has_chunks else self._decode_shapes).insert(0, shape)
-                self.cost.num_graphs += 1
-                self.cost.memory_bytes = free - torch.cuda.mem_get_info()[0]
+                self.cost.add(free - torch.cuda.mem_get_info()[0])
                 if progress is not None:
                     progress(self.cost.num_graphs, len(wanted))
             torch.cuda.synchronize()
