@@ -255,6 +255,35 @@ def test_paths_and_methods(server: Server, method: str, path: str, status: int) 
 
 
 @pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/embeddings", "does not offer embeddings; it generates text: use /v1/chat/completions"),
+        ("/v1/rerank", "does not offer reranking"),
+        ("/rerank", "does not offer reranking"),
+        ("/v2/rerank", "does not offer reranking"),
+        ("/v1/score", "does not offer scores of pairs"),
+        ("/score", "does not offer scores of pairs"),
+        ("/v1/audio/transcriptions", "does not offer audio"),
+        ("/v1/images/generations", "does not offer images"),
+        ("/v1/batches", "`gapless run` completes a file"),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/models", "did you mean /v1/models?"),
+        ("/v1/completions/", "did you mean /v1/completions?"),
+        ("/v1/nowhere", "no such path: /v1/nowhere; /docs lists all paths"),
+    ],
+)
+def test_a_path_that_is_not_offered_is_told_so(server: Server, path: str, words: str) -> None:
+    status, error = server.error("POST", path, {"model": "tiny", "input": "a"})
+    assert (status, error["type"]) == (404, "not_found_error")
+    assert words in error["message"]
+
+
+def test_a_client_asks_for_embeddings(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not offer embeddings"):
+        client.embeddings.create(model="tiny", input="a")
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"",

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from gapless import __version__
+from gapless.server.absent import about
 from gapless.server.answers import (
     ChatResponse,
     CompletionResponse,
@@ -245,7 +246,7 @@ def _add_errors(app: FastAPI, metrics: Metrics) -> None:
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
-        text = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not allowed here"}
+        text = {404: about(request.url.path), 405: f"{request.method} is not allowed here"}
         answer = error_response(ApiError(error.status_code, text.get(error.status_code, str(error.detail))))
         answer.headers.update(error.headers or {})
         return answer
