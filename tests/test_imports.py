@@ -30,14 +30,14 @@ LAW: dict[str, tuple[str, ...]] = {
     "child": (),
     "core": ("errors",),
     "device": ("errors",),
-    "kernels": ("core.params", "core.plan", "core.row_fields"),
+    "kernels": ("core.guide", "core.params", "core.plan", "core.row_fields"),
     "native": ("config", "errors"),
     "trace": ("errors",),
     "attention": ("kernels", "models.spec"),
     "models": ("errors", "kernels"),
     "text": ("errors", "child", "models.source", "models.files", "models.gguf_file"),
     "runner": (
-        *("core.plan", "core.limits", "core.params", "core.request", "core.row_fields"),
+        *("core.guide", "core.plan", "core.limits", "core.params", "core.request", "core.row_fields"),
         *("device", "attention", "models", "kernels", "native", "config", "errors", "garbage"),
     ),
     "pipeline": (

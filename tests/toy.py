@@ -51,6 +51,8 @@ class ToyKV:
 
 
 class ToyModel:
+    vocab_size = VOCAB
+
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         return attend(0, token_ids, None)  # type: ignore[arg-type]  # tokens stand for heads, unrotated
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from test_sampler import chi_square, make_seats
+from test_sampler import chi_square, make_seats, row_state
 
 import oracles
 from gapless.core.params import SamplingParams
@@ -22,6 +22,7 @@ from gapless.core.row_fields import ALL_NEEDS
 from gapless.kernels.shortlist import ShortlistSizes
 from gapless.runner.draw import pick
 from gapless.runner.processors import SampledRows
+from gapless.runner.row_store import RowState
 from gapless.runner.sampler import sample
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -45,8 +46,13 @@ def some_logits(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(3)) * 3).to(dtype).to(DEVICE)
 
 
+def on_device(seats: torch.Tensor) -> RowState:
+    state = row_state(seats, vocab=VOCAB)
+    return RowState(state.seats.to(DEVICE), state.masks.to(DEVICE))
+
+
 def sampled_rows(places: torch.Tensor, seats: torch.Tensor) -> SampledRows:
-    return SampledRows(torch.arange(len(places), device=DEVICE), places, seats.to(DEVICE))
+    return SampledRows(torch.arange(len(places), device=DEVICE), places, on_device(seats))
 
 
 def both(logits: torch.Tensor, seats: torch.Tensor, needs: int, places: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -197,7 +203,7 @@ def test_tokens_come_as_often_as_they_are_likely(kind: str) -> None:
     one = np.random.default_rng(8).normal(0, 1, 10).astype(np.float32)
     seats, _ = make_seats([params], seeds=[5])
     places = torch.arange(count, device=DEVICE)
-    sampled = SampledRows(torch.zeros_like(places), places, seats.to(DEVICE))
+    sampled = SampledRows(torch.zeros_like(places), places, on_device(seats))
     found = pick(torch.from_numpy(one).to(DEVICE).repeat(count, 1), sampled, ALL_NEEDS, sizes=SMALL)
     shares = oracles.distribution(one, params)
     counts = np.bincount(found.cpu().numpy(), minlength=10)

@@ -79,7 +79,7 @@ def test_spans_say_where_the_chunks_lie(plan: Plan) -> None:
 
 @given(plans())
 def test_the_rows_learn_their_new_owners(plan: Plan) -> None:
-    store = RowStore(CpuDevice(driver=InlineDriver()), LIMITS)
+    store = RowStore(CpuDevice(driver=InlineDriver()), LIMITS, vocab_size=40)
     packed, _, _ = pack(plan)
     store.apply(packed)
     columns = seat_columns(store.seats)
@@ -94,7 +94,7 @@ def test_the_rows_learn_their_new_owners(plan: Plan) -> None:
 
 @given(plans(), st.integers(0, 1000))
 def test_the_rows_move_on_by_what_they_were_fed(plan: Plan, first: int) -> None:
-    store = RowStore(CpuDevice(driver=InlineDriver()), LIMITS)
+    store = RowStore(CpuDevice(driver=InlineDriver()), LIMITS, vocab_size=40)
     store.length[:] = 100
     store.last_token[:] = JUNK
     packed, _, _ = pack(plan)

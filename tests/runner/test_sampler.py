@@ -12,14 +12,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import oracles
+from gapless.core.guide import mask_words
 from gapless.core.params import MAX_STOP_IDS, SamplingParams
 from gapless.core.plan import NO_SAMPLE
 from gapless.core.request import Request, int_array
 from gapless.core.row_fields import SEAT, need, write_seat
 from gapless.runner.processors import SampledRows, forbid_stops, lowest_kept
+from gapless.runner.row_store import RowState
 from gapless.runner.sampler import draw, sample, uniform
 
 VOCAB = 40
+
+
+class Always:
+    """A guide that allows everything."""
+
+    waits = False
+
+    def advance(self, tokens: np.ndarray) -> None:
+        pass
+
+    def fill(self, out: np.ndarray) -> None:
+        out[:] = -1
 
 
 def make_seats(
@@ -27,16 +41,24 @@ def make_seats(
     seeds: Sequence[int],
     stops: Sequence[Sequence[int]] | None = None,
     min_total: Sequence[int] | None = None,
+    guides: Sequence[bool] | None = None,
 ) -> tuple[torch.Tensor, int]:
     """A seat for each row, and what any of them needs."""
     seats, needs = np.zeros(len(params), SEAT), 0
     for row, (values, seed) in enumerate(zip(params, seeds, strict=True)):
         stop_ids = tuple(stops[row]) if stops is not None else ()
-        needs |= write_seat(seats, row, Request("r", int_array([1]), values, seed, stop_ids, limit=9))
+        request = Request("r", int_array([1]), values, seed, stop_ids, limit=9)
+        request.guide = Always() if guides is not None and guides[row] else None
+        needs |= write_seat(seats, row, request)
         if min_total is not None:
             seats[row]["min_total"] = min_total[row]
             needs |= need("min_total")
     return torch.from_numpy(seats.view(np.int32).reshape(len(params), -1)), needs
+
+
+def row_state(seats: torch.Tensor, masks: torch.Tensor | None = None, vocab: int = VOCAB) -> RowState:
+    """The state of rows with these seats, and without anything else unless given."""
+    return RowState(seats, torch.zeros(len(seats), mask_words(vocab), dtype=torch.int32) if masks is None else masks)
 
 
 def test_what_rounds_to_neutral_is_no_need() -> None:
@@ -48,7 +70,7 @@ def test_what_rounds_to_neutral_is_no_need() -> None:
 
 def run(logits: np.ndarray, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int]) -> list[int]:
     seats, needs = make_seats(params, seeds)
-    sampled = SampledRows(torch.arange(len(params)), torch.tensor(places), seats)
+    sampled = SampledRows(torch.arange(len(params)), torch.tensor(places), row_state(seats))
     return sample(torch.from_numpy(logits), sampled, needs).tolist()
 
 
@@ -188,7 +210,7 @@ def test_half_precision_logits_are_sampled_in_full_precision() -> None:
     logits = torch.from_numpy(random_logits(5, 4)).bfloat16()
     params = [SamplingParams(temperature=0.8, top_p=0.9)] * 4
     seats, needs = make_seats(params, [1, 2, 3, 4])
-    found = sample(logits, SampledRows(torch.arange(4), torch.arange(4), seats), needs)
+    found = sample(logits, SampledRows(torch.arange(4), torch.arange(4), row_state(seats)), needs)
     rows = logits.float().numpy()
     assert found.tolist() == [oracles.sample(rows[i], params[i], i + 1, i) for i in range(4)]
 
@@ -204,7 +226,9 @@ def test_min_tokens_forbids_stops_until_enough_are_there() -> None:
     rows = torch.arange(3)
 
     def at(places: list[int], needs: int) -> list[int]:
-        return sample(torch.from_numpy(logits), SampledRows(rows, torch.tensor(places), seats), needs).tolist()
+        return sample(
+            torch.from_numpy(logits), SampledRows(rows, torch.tensor(places), row_state(seats)), needs
+        ).tolist()
 
     assert at([8, 9, 3], needs) == [second[0], best[1], second[2]]  # a token at place 9 is the tenth
     assert at([3] * 3, 0) == best
@@ -227,10 +251,36 @@ def test_a_forbidden_token_is_never_drawn(seed: int, stops: set[int]) -> None:
     logits = random_logits(seed, 16)
     seats, needs = make_seats(params, range(16), [sorted(stops)] * 16, [99] * 16)
     rows = torch.arange(16)
-    found = sample(torch.from_numpy(logits), SampledRows(rows, rows, seats), needs).tolist()
+    found = sample(torch.from_numpy(logits), SampledRows(rows, rows, row_state(seats)), needs).tolist()
     assert not set(found) & stops
     for row in range(16):
         asked = (logits[row], params[row], row, row, sorted(stops))
+        assert found[row] == oracles.sample(*asked) or not oracles.is_clear(*asked)
+
+
+# -- masks ---------------------------------------------------------------------------------------------------------
+
+
+def bits_of(allowed: np.ndarray) -> torch.Tensor:
+    """Masks [n, mask_words] int32 of booleans [n, vocab]."""
+    filled = np.zeros((len(allowed), 32 * mask_words(allowed.shape[1])), np.uint8)
+    filled[:, : allowed.shape[1]] = allowed
+    return torch.from_numpy(np.packbits(filled, axis=1, bitorder="little").view(np.int32))
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1, 31, 32, 33, VOCAB]), st.sampled_from([0.0, 1.5]))
+def test_a_row_with_a_guide_gets_what_its_mask_allows(seed: int, vocab: int, temperature: float) -> None:
+    """A row without one ignores its mask, which may be that of an earlier owner."""
+    random = np.random.default_rng(seed)
+    logits, allowed = random_logits(seed, 6, vocab), random.random((6, vocab)) < 0.3
+    allowed[range(6), random.integers(0, vocab, 6)] = True
+    params = SamplingParams(temperature=temperature)
+    seats, needs = make_seats([params] * 6, range(6), guides=[row % 2 == 0 for row in range(6)])
+    sampled = SampledRows(torch.arange(6), torch.arange(6), row_state(seats, bits_of(allowed)))
+    found = sample(torch.from_numpy(logits), sampled, needs).tolist()
+    for row in range(6):
+        forbidden = np.flatnonzero(~allowed[row]).tolist() if row % 2 == 0 else []
+        asked = (logits[row], params, row, row, forbidden)
         assert found[row] == oracles.sample(*asked) or not oracles.is_clear(*asked)
 
 

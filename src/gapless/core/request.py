@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gapless.core.guide import Guide
 from gapless.core.params import SamplingParams
 from gapless.core.row_fields import SEAT, need, write_seat
 from gapless.errors import InvalidRequest
@@ -40,6 +41,7 @@ class Request:
     limit: int  # prompt and output together, in tokens
     streams: bool = False  # somebody wants each token as it comes
     width: int = 1  # tokens that a step may bring at most: more where a runner verifies drafts
+    guide: Guide | None = None  # which tokens may come next; None: all
     arrival: int = 0
     tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))  # all facts while it has no row
     row: int = -1

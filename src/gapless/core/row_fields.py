@@ -59,6 +59,7 @@ FIELDS = (
     RowField("top_p", np.float32, _if_drawn("top_p", 1.0), neutral=1.0),
     RowField("min_p", np.float32, _if_drawn("min_p", 0.0), neutral=0.0),
     RowField("min_total", np.int32, _min_total, neutral=0),
+    RowField("masked", np.int32, lambda request: request.guide is not None, neutral=0),  # the row's mask counts
     RowField("stop_ids", np.int32, _stop_ids, width=MAX_STOP_IDS),  # NO_TOKEN where there are fewer
 )
 

@@ -57,6 +57,10 @@ class CausalLM:
         where = last_norm.dtype, last_norm.device  # a matrix may be stored in a different dtype
         self.rotary = [RotaryTable(rope, config.head_dim, num_positions, *where) for rope in ropes]
 
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
     def forward(self, token_ids: Tensor, positions: Tensor, attend: AttendLayer) -> Tensor:
         """token_ids [n] int32 or int64, positions [n] int64 -> hidden [n, hidden_size]."""
         hidden = self.embed(token_ids)

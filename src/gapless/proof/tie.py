@@ -13,11 +13,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from gapless.attention.base import Rotation
+from gapless.core.guide import mask_words
 from gapless.core.request import Request, int_array
 from gapless.core.row_fields import SEAT, write_seat
 from gapless.proof.schedule import Ask
 from gapless.proof.stage import ModelStage
 from gapless.runner.processors import SampledRows
+from gapless.runner.row_store import RowState
 from gapless.runner.sampler import sample
 
 SHAKE = 2e-5  # of the logits' spread: some times what the order of sums changes
@@ -36,7 +38,8 @@ def is_tie(stage: ModelStage, ask: Ask, known: tuple[int, ...], other: int) -> b
     seats = np.zeros(1, SEAT)
     request = Request(ask.id, int_array(ask.prompt), ask.params, ask.seed, ask.stop_ids, limit=len(history) + 1)
     needs = write_seat(seats, 0, request)
-    sampled = SampledRows(rows, places, torch.from_numpy(seats.view(np.int32).reshape(1, -1)))
+    no_mask = torch.zeros(1, mask_words(len(logits)), dtype=torch.int32)
+    sampled = SampledRows(rows, places, RowState(torch.from_numpy(seats.view(np.int32).reshape(1, -1)), no_mask))
     tokens = sample(shaken, sampled, needs)
     return bool((tokens == other).any())
 

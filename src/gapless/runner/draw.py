@@ -17,7 +17,7 @@ from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import seat_columns
 
 READ = need("temperature", "top_k", "top_p", "min_p", "min_total")  # by the kernels
-assert READ == ALL_NEEDS, "no kernel reads one of the row fields: a GPU would ignore it without a word"
+assert READ | need("masked") == ALL_NEEDS, "no kernel reads one of the row fields: a GPU would ignore it without a word"
 
 
 def pick(logits: torch.Tensor, sampled: SampledRows, needs: int, *, sizes: ShortlistSizes = SIZES) -> torch.Tensor:
@@ -27,7 +27,7 @@ def pick(logits: torch.Tensor, sampled: SampledRows, needs: int, *, sizes: Short
     """
     if not needs:
         return argmax(logits)
-    return draw(logits, sampled.rows, sampled.places, seat_columns(sampled.seats), sizes)
+    return draw(logits, sampled.rows, sampled.places, seat_columns(sampled.state.seats), sizes)
 
 
 def score_samples(

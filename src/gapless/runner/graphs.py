@@ -239,7 +239,7 @@ class GraphRunner:
         """One token of each row: the same step, between two kernels of its own."""
         rows, size = self._runner.rows, inputs.batch
         begin(self._packed, rows.last_token, rows.length, rows.blocks, self._limits.block_size, inputs)
-        sampled = SampledRows(inputs.rows, inputs.lengths, rows.seats)
+        sampled = SampledRows(inputs.rows, inputs.lengths, rows.state)
         fed = Inputs(inputs.ids, inputs.positions, self._decode_batch(inputs), sampled)
         found = step.run(fed, 0 if is_plain else ALL_NEEDS)
         end(found.tokens, inputs, rows.last_token, rows.length, self._out)
@@ -267,7 +267,7 @@ class GraphRunner:
         rows, limits = self._runner.rows, self._limits
         kept = rows.last_token, rows.length
         begin_mixed(self._packed, *kept, rows.blocks, rows.seats, limits.block_size, limits.max_new_blocks, inputs)
-        sampled = SampledRows(inputs.sample_rows, inputs.sample_places, rows.seats)
+        sampled = SampledRows(inputs.sample_rows, inputs.sample_places, rows.state)
         fed = Inputs(inputs.ids, inputs.positions, self._mixed_batch(inputs), sampled, inputs.sample_tokens)
         found = step.run(fed, ALL_NEEDS)
         end_mixed(self._packed, found.tokens, inputs, *kept, self._out)

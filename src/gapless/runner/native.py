@@ -119,7 +119,7 @@ class NativeRunner:
         self._model, self._kv = model, kv  # the library has pointers into both
         self._library: Any = native.load_library()
         self._num_blocks = limits.num_blocks + 1
-        self.rows = RowStore(device, limits)
+        self.rows = RowStore(device, limits, model.config.vocab_size)
         self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
         self.ledger: Counter[str] = Counter()  # nothing to miss
         self.num_padding = 0
@@ -183,7 +183,7 @@ class NativeRunner:
 
     def _sample(self, rows: Tensor, needs: int) -> Tensor:
         places = self.rows.length[rows]  # already past this step's tokens: the place of the next
-        tokens = sample(self.logits[: len(rows)], SampledRows(rows, places, self.rows.seats), needs)
+        tokens = sample(self.logits[: len(rows)], SampledRows(rows, places, self.rows.state), needs)
         self.rows.last_token[rows] = tokens.clamp(min=0)  # NO_SAMPLE must not reach the embedding
         return tokens
 

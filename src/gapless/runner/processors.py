@@ -12,13 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
+from gapless.core.guide import MASK_BITS
 from gapless.core.row_fields import need
-from gapless.runner.row_store import seat_columns
+from gapless.runner.row_store import RowState, seat_columns
 
 FIRST_LOOK = 256  # likeliest tokens, in which most filters find their floor
+MASKED = need("masked")
 
 
-Fields = Mapping[str, torch.Tensor]  # [n] or [n, width] of each field of a seat; and "place": of the token to come
+# [n] or [n, width] of each field of a seat; "place": of the token to come; "mask": of rows with a guide, if needed
+Fields = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +30,14 @@ class SampledRows:
 
     rows: torch.Tensor  # [n] int64
     places: torch.Tensor  # [n] int64, the position that each token will have
-    seats: torch.Tensor  # [num_rows, SEAT_WORDS] int32, of all rows
+    state: RowState  # of all rows
 
-    def fields(self) -> Fields:
-        """The fields that processors read."""
-        return seat_columns(self.seats[self.rows]) | {"place": self.places}
+    def fields(self, needs: int) -> Fields:
+        """The fields that processors read; what is large, only where it is needed."""
+        found = seat_columns(self.state.seats[self.rows]) | {"place": self.places}
+        if needs & MASKED:
+            found["mask"] = self.state.masks[self.rows]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,13 @@ def forbid_stops(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
     return logits + penalty
 
 
+def mask(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
+    """Put tokens that the row's guide does not allow out of reach."""
+    token = torch.arange(logits.shape[1], device=logits.device)
+    allowed = (fields["mask"][:, token // MASK_BITS] >> (token % MASK_BITS)) & 1
+    return logits.masked_fill((allowed == 0) & (fields["masked"] > 0)[:, None], -torch.inf)
+
+
 def scale(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
     """Divide the distance to the largest logit by the temperature: at most 0, so that no temperature overflows."""
     temperature = fields["temperature"]
@@ -66,6 +79,7 @@ def keep_likeliest(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
 
 
 PROCESSORS = (
+    Processor(MASKED, mask),
     Processor(need("min_total"), forbid_stops),
     Processor(need("temperature"), scale),
     Processor(need("top_k", "top_p", "min_p"), keep_likeliest),

@@ -1,4 +1,4 @@
-"""The device's state of each row from step to step: last token, length, block table, and its owner's seat.
+"""The device's state of each row from step to step: last token, length, block table, its owner's seat, its mask.
 
 Sampled tokens are written here and read here by the next step, so that no step waits for the host to know them.
 Touched on the compute stream only; `apply` brings in what the plan changed, `advance` moves the rows on.
@@ -6,23 +6,36 @@ Touched on the compute stream only; `apply` brings in what the plan changed, `ad
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from gapless.core.guide import mask_words
 from gapless.core.limits import Limits
 from gapless.core.row_fields import FIELDS, SEAT, SEAT_WORDS, RowField
 from gapless.device.base import Buffer, Device
 from gapless.runner.fill import Packed
 
 
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """What processors read of all rows."""
+
+    seats: torch.Tensor  # [num_rows, SEAT_WORDS] int32
+    masks: torch.Tensor  # [num_rows, mask_words(vocab)] int32, tokens that may come next; of rows with a guide
+
+
 class RowStore:
     """Tensors indexed by row. One more row than the scheduler has, for padding."""
 
-    def __init__(self, device: Device, limits: Limits) -> None:
+    def __init__(self, device: Device, limits: Limits, vocab_size: int) -> None:
         rows = limits.num_rows + 1
         self.last_token = self._make(device, "last_token", (rows,), torch.int64)
         self.length = self._make(device, "length", (rows,), torch.int64)
         self.blocks = self._make(device, "blocks", (rows, limits.max_blocks), torch.int64)
         self.seats = self._make(device, "seats", (rows, SEAT_WORDS), torch.int32)
+        self.masks = self._make(device, "masks", (rows, mask_words(vocab_size)), torch.int32)
+        self.state = RowState(self.seats, self.masks)
         self.blocks[-1] = limits.num_blocks  # padding has the scratch block for all its positions
         self.buffer = Buffer("rows", self.last_token, host=False)  # stands for all of them
 

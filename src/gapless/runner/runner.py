@@ -31,7 +31,7 @@ class Runner:
         self._num_rows = limits.num_rows
         self._step = step
         self._kv = kv
-        self.rows = RowStore(device, limits)
+        self.rows = RowStore(device, limits, step.model.vocab_size)
         self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
         self.ledger: Counter[str] = Counter()  # steps that missed a faster runner, by reason
         self.num_padding = 0
@@ -78,7 +78,7 @@ class Runner:
             token_ids=token_ids,
             positions=positions,
             batch=self._batch(plan, packed, positions, token_rows),
-            sampled=SampledRows(packed.sample_rows.long(), positions[chosen] + 1, self.rows.seats),
+            sampled=SampledRows(packed.sample_rows.long(), positions[chosen] + 1, self.rows.state),
             sample_tokens=chosen,
         )
 

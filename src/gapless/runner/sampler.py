@@ -22,7 +22,7 @@ def sample(logits: torch.Tensor, sampled: SampledRows, needs: int) -> torch.Tens
     A row that does not need it is not changed by it. A row whose largest logit is not finite gets NO_SAMPLE.
     """
     logits = logits.float()
-    fields = sampled.fields() if needs else {}
+    fields = sampled.fields(needs) if needs else {}
     for processor in PROCESSORS:
         if needs & processor.needs:
             logits = processor.apply(logits, fields)

@@ -21,6 +21,9 @@ from gapless.runner.processors import SampledRows
 class Model(Protocol):
     """The model, as a step uses it."""
 
+    @property
+    def vocab_size(self) -> int: ...
+
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states [n, hidden_size]."""
 
