@@ -17,7 +17,7 @@ PACKAGE = "gapless"
 LEAVES = ("errors", "config", "garbage", "progress", "child")
 VALUES = ("core.params", "core.choices", "core.outcome", "core.request", "core.limits")
 FILES_OF_RUN = ("prompt_file", "part_file", "file_lock", "result_file", "console")
-TOP_LEVEL = ("client", "llm", "async_llm", "report", *FILES_OF_RUN, "commands", "cli")
+TOP_LEVEL = ("client", "llm", "async_llm", "report", *FILES_OF_RUN, "chat", "commands", "cli")
 BENCH = ("bench",)
 PROOF = ("proof",)
 

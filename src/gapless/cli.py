@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gapless import __version__, console
@@ -92,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_options(generate)
     add_sampling_options(generate)
 
+    _add_chat(commands)
     _add_traces(commands)
 
     info = _command(commands, "info", "show device, data types, KV cache and limits", _info)
@@ -111,6 +112,20 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_benchmarks(commands)
     return parser
+
+
+def _add_chat(commands: Any) -> None:
+    chat = _command(commands, "chat", "talk with a model in the terminal", _chat)
+    chat.add_argument("--system", metavar="TEXT", help="the system message")
+    chat.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
+    chat.add_argument("--history", metavar="FILE", help="lines typed before (default: chat_history in XDG_STATE_HOME)")
+    chat.add_argument("--no-history", action="store_true", help="neither read nor keep the lines that are typed")
+    chat.add_argument("--url", help="talk with an OpenAI endpoint such as http://127.0.0.1:8000; loads no model here")
+    chat.add_argument("--api-key", help="key of the endpoint (default: GAPLESS_API_KEY)")
+    chat.add_argument("--served-model", metavar="NAME", help="name of the model there; default: the first it lists")
+    add_engine_options(chat, without=("record",))
+    own = {"max_tokens": "the rest of the context", "temperature": "0.7"}
+    add_sampling_options(chat, without=("n", "best_of"), default_of=own)
 
 
 def _add_check(commands: Any) -> None:
@@ -185,12 +200,20 @@ def add_engine_options(
         _add_flag(group, field.name, field.default, text, EngineOptions)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """A flag for each field of SamplingParams; lines of a prompt file override them."""
+def add_sampling_options(
+    parser: argparse.ArgumentParser, without: Sequence[str] = (), default_of: Mapping[str, str] | None = None
+) -> None:
+    """A flag for each field of SamplingParams; lines of a prompt file override them.
+
+    default_of: what the command's help says of defaults that are its own.
+    """
     group = parser.add_argument_group("sampling")
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     for name, text in SAMPLING_HELP.items():
-        shown = "" if defaults[name] is None else f" (default: {defaults[name]})"
+        if name in without:
+            continue
+        default = (default_of or {}).get(name, defaults[name])
+        shown = "" if default is None else f" (default: {default})"
         _add_flag(group, name, defaults[name], text + shown, SamplingParams)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
     group.add_argument("--stop-token-id", action="append", type=int, metavar="ID", help="end at this token; repeatable")
@@ -224,7 +247,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
     """Sampling parameters that were set by flags."""
-    values = {name: getattr(args, name) for name in SAMPLING_HELP}
+    values = {name: getattr(args, name, None) for name in SAMPLING_HELP}
     values |= {"stop": args.stop, "stop_token_ids": args.stop_token_id, "seed": args.sampling_seed}
     found = {name: value for name, value in values.items() if value is not None}
     SamplingParams.from_dict(found)
@@ -241,6 +264,12 @@ def _generate(args: argparse.Namespace) -> int:
     from gapless.commands.generate import generate
 
     return generate(args, engine_options(args), SamplingParams.from_dict(sampling_values(args)))
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from gapless.commands.chat import chat
+
+    return chat(args, engine_options(args), sampling_values(args))
 
 
 def _trace(args: argparse.Namespace) -> int:

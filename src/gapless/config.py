@@ -3,7 +3,8 @@
 Owns names, defaults, help texts and limits. The command line and `LLM` both read them from here.
 Environment variables are read in this file only: `GAPLESS_LOG` (a logging level), `CXX` (the compiler of the native
 step), `XDG_CACHE_HOME` (the cache of compiled libraries), `GAPLESS_API_KEY` (a key of the server),
-`OTEL_EXPORTER_OTLP_ENDPOINT` (the collector of traces), and nothing else.
+`OTEL_EXPORTER_OTLP_ENDPOINT` (the collector of traces), `XDG_STATE_HOME` (the history of `gapless chat`), `NO_COLOR`
+and `TERM` (whether a terminal shows colours), and nothing else.
 """
 
 from __future__ import annotations
@@ -141,6 +142,17 @@ def cache_dir() -> Path:
     """The folder for files that can be made again."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "gapless"
+
+
+def state_dir() -> Path:
+    """The folder for files that are kept from run to run, and are no results."""
+    home = os.environ.get("XDG_STATE_HOME")
+    return (Path(home) if home else Path.home() / ".local" / "state") / "gapless"
+
+
+def wants_colour() -> bool:
+    """Whether a terminal may be sent colours."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def api_key() -> str | None:

@@ -34,10 +34,10 @@ def stdin() -> BinaryIO:
     return sys.stdin.buffer
 
 
-def say(text: str) -> None:
+def say(text: str, end: str = "\n") -> None:
     """Print on standard error, if that is possible."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(text, end=end, file=sys.stderr, flush=True)
 
 
 def mute_stdout() -> None:

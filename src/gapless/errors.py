@@ -9,6 +9,7 @@
     │   ├── ModelNotFound       no such name, directory, file or hub id
     │   ├── UnsupportedModel    found, but of an architecture or feature that Gapless does not have
     │   └── CorruptModel        found, but damaged or incomplete
+    ├── ServerUnreachable   a server that was named by its URL does not answer, or not as one
     ├── OutputError         results cannot be written: a full disk, or a reader that has gone
     ├── CapacityError       not enough memory for what was asked
     ├── NativeUnavailable   no native step can be built here; the engine then runs steps in torch
@@ -62,6 +63,10 @@ class UnsupportedModel(ModelError):
 
 class CorruptModel(ModelError):
     """The model was found, but its files are damaged or incomplete."""
+
+
+class ServerUnreachable(GaplessError):
+    """A server does not answer, or its answer is not that of an OpenAI endpoint."""
 
 
 class OutputError(GaplessError):

@@ -80,8 +80,11 @@ class LLM:
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
         """Answer a conversation, piece by piece."""
-        tokens = self._client.encode_chat(messages)
-        return self._stream(self._client.prepare(tokens, check_params(params), streams=True))
+        return self.stream(self.encode_chat(messages), params)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt of a conversation as token ids, ready for the assistant's turn. Raises InvalidRequest."""
+        return list(self._client.encode_chat(messages))
 
     def run(self, jobs: Iterable[tuple[int, Job]]) -> Iterator[tuple[int, Completion]]:
         """Complete jobs as they come, in the order in which they finish; takes new ones while others run.
@@ -153,9 +156,9 @@ class LLM:
 
     def _stream(self, job: Job) -> Iterator[Delta]:
         news: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
-        for request in job.requests:
-            self.engine.submit(request, news.put)
         try:
+            for request in job.requests:
+                self.engine.submit(request, news.put)
             while True:
                 delta = job.take(news.get())
                 yield delta

@@ -1,0 +1,1 @@
+"""A conversation in the terminal: `gapless chat`. Knows no engine: a `Partner` answers."""

@@ -1,0 +1,76 @@
+"""`gapless chat`: a conversation in the terminal, with a model in this process or with a server."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from gapless import __version__
+from gapless.chat.dialogue import Dialogue, load
+from gapless.chat.lines import PipedLines, TypedLines
+from gapless.chat.orders import NAMES
+from gapless.chat.reply import Partner
+from gapless.chat.screen import Screen
+from gapless.chat.session import Session, check_params
+from gapless.commands import EXIT_FAILED
+from gapless.config import EngineOptions, api_key, state_dir, wants_colour
+from gapless.errors import ConfigError
+
+TEMPERATURE = 0.7  # as on the server's page; the engine's own default, 1.0, is for texts
+
+
+def chat(args: argparse.Namespace, options: EngineOptions, params: dict[str, Any]) -> int:
+    """Talk until the input ends; 1 when anything that was said could not be answered."""
+    dialogue, kept = load(args.load) if args.load is not None else (Dialogue(), {})
+    dialogue.system = args.system if args.system is not None else dialogue.system
+    chosen = {"temperature": TEMPERATURE, **kept, **params}
+    check_params(chosen)
+    partner = _partner(args, options)
+    try:
+        return _talk(partner, args, dialogue, chosen)
+    finally:
+        partner.close()
+
+
+def _partner(args: argparse.Namespace, options: EngineOptions) -> Partner:
+    if args.url is None:
+        for flag in ("api_key", "served_model"):
+            if getattr(args, flag) is not None:
+                raise ConfigError(f"--{flag.replace('_', '-')} needs --url")
+        from gapless.chat.local import LocalPartner
+        from gapless.llm import LLM
+
+        return LocalPartner(LLM(**dataclasses.asdict(options)), options.model)
+    for field in dataclasses.fields(EngineOptions):
+        if getattr(args, field.name, None) is not None:
+            hint = "; --served-model names the server's" if field.name == "model" else ""
+            raise ConfigError(f"--{field.name.replace('_', '-')} is for a local model; leave it out with --url{hint}")
+    from gapless.chat.remote import RemotePartner
+
+    return RemotePartner(args.url, args.api_key or api_key(), args.served_model)
+
+
+def _talk(partner: Partner, args: argparse.Namespace, dialogue: Dialogue, params: dict[str, Any]) -> int:
+    screen = Screen(colour=wants_colour())
+    if not sys.stdin.isatty():
+        session = Session(partner, PipedLines(), screen, dialogue, params)
+        session.run(stoppable=False)
+        return EXIT_FAILED if session.num_errors else 0
+    lines = TypedLines(NAMES, _history(args))
+    session = Session(partner, lines, screen, dialogue, params)
+    screen.note(f"Gapless {__version__}: {partner.description}")
+    screen.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+    try:
+        session.run(stoppable=True)
+    finally:
+        lines.close()
+    return 0
+
+
+def _history(args: argparse.Namespace) -> Path | None:
+    if args.no_history:
+        return None
+    return Path(args.history) if args.history is not None else state_dir() / "chat_history"

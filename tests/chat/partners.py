@@ -1,0 +1,56 @@
+"""Partners of conversations that say what a test tells them to."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gapless.chat.reply import ReplyEnd, ReplyPart
+
+DONE = ReplyPart(end=ReplyEnd("stop", 7, 3))
+
+
+class ScriptedPartner:
+    """Gives prepared answers, one after the other, and remembers what it was asked."""
+
+    description = "a script, context of 100 tokens"
+
+    def __init__(self, *answers: Sequence[ReplyPart | Exception], pause_s: float = 0.0) -> None:
+        self._answers = list(answers)
+        self._pause_s = pause_s
+        self.asked: list[list[Mapping[str, Any]]] = []
+        self.params: list[dict[str, Any]] = []
+        self.num_closed = 0
+
+    def answer(self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any]) -> Iterator[ReplyPart]:
+        self.asked.append(copy.deepcopy(list(messages)))
+        self.params.append(dict(params))
+        try:
+            for part in self._answers.pop(0):
+                if isinstance(part, Exception):
+                    raise part
+                yield part
+                time.sleep(self._pause_s)
+        finally:
+            self.num_closed += 1
+
+    def close(self) -> None: ...
+
+
+class ListedLines:
+    """What a user types, known before."""
+
+    def __init__(self, *lines: str) -> None:
+        self._lines = list(lines)
+        self.prompts: list[str] = []
+
+    def read(self, prompt: str) -> str | None:
+        self.prompts.append(prompt)
+        return self._lines.pop(0) if self._lines else None
+
+
+def said(*texts: str) -> list[ReplyPart]:
+    """An answer of plain text."""
+    return [*(ReplyPart(text) for text in texts), DONE]

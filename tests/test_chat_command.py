@@ -1,0 +1,80 @@
+"""`gapless chat` as a script uses it: messages from a pipe, answers on standard output."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gapless import LLM, SamplingParams
+from gapless.cli import main
+from tiny import MAX_LEN
+
+FLAGS = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "64"]
+Captured = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
+
+def chat(patch: Patch, tiny_dir: Path, text: str, *flags: str) -> int:
+    patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    return main(["chat", "--model", str(tiny_dir), *FLAGS, *flags])
+
+
+def test_answers_are_those_of_the_python_api(
+    tiny_dir: Path, tiny_llm: LLM, monkeypatch: Patch, capsys: Captured
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=9, stop=("!",))
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "a"}]
+    first = tiny_llm.chat(messages, params).text
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "b\nc"}]
+    second = tiny_llm.chat(messages, params).text
+    flags = ("--system", "S", "--temperature", "0", "--max-tokens", "9", "--stop", "!")
+    assert chat(monkeypatch, tiny_dir, 'a\n"""b\nc"""\n', *flags) == 0
+    captured = capsys.readouterr()
+    assert captured.out.split("\n") == [*first.removesuffix("\n").split("\n"), *second.split("\n"), ""]
+    assert "\x1b" not in captured.out + captured.err
+
+
+def test_an_answer_may_fill_the_context_and_errors_are_counted(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    path = tmp_path / "talk.json"
+    text = f"/params ignore_eos=true\nhello\nmore\n/nonsense\n/save {path}\n"
+    assert chat(monkeypatch, tiny_dir, text) == 1
+    err = capsys.readouterr().err
+    assert "cut: the answer reached" in err
+    assert f"maximum context length is {MAX_LEN} tokens" in err
+    assert "/undo takes the last exchange back" in err
+    assert "unknown command /nonsense" in err
+    assert len(json.loads(path.read_text())["messages"]) == 2
+    assert chat(monkeypatch, tiny_dir, "/undo\nx\n", "--load", str(path), "--max-tokens", "2") == 0
+
+
+def test_a_model_that_cannot_chat_says_so(tiny_dir: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).symlink_to(tiny_dir / name)
+    assert chat(monkeypatch, tmp_path, "a\n") == 2
+    assert "has no chat template, so it cannot chat" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--url", "http://127.0.0.1:1", "--depth", "2"], "--depth is for a local model"),
+        (["--url", "http://127.0.0.1:1", "--model", "x"], "--served-model names the server's"),
+        (["--url", "http://127.0.0.1:1"], "Connection refused"),
+        (["--url", "nowhere"], "--url must be like http://127.0.0.1:8000"),
+        (["--api-key", "x"], "--api-key needs --url"),
+        (["--load", "no/such/file"], "no such file"),
+        (["--temperature", "-1"], "temperature"),
+    ],
+)
+def test_wrong_flags_are_one_clear_line(flags: list[str], words: str, capsys: Captured) -> None:
+    assert main(["chat", *flags]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.startswith("gapless: ")
+    assert error.count("\n") == 1
