@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gapless.chat.remote import RemotePartner
-from gapless.chat.reply import CallPart, Reply, ReplyPart
+from gapless.chat.reply import CallPart, HeardReply, ReplyPart
 from gapless.errors import ConfigError, InvalidRequest, ServerUnreachable
 
 TALK = [{"role": "user", "content": "a"}]
@@ -84,7 +84,7 @@ def test_a_stream_becomes_parts(stub: Stub) -> None:
         chunk({}, "tool_calls"),
         usage,
     )
-    reply, parts = Reply(), list(partner(stub, api_key="k", model="two").answer(TALK, {"temperature": 0.5}))
+    reply, parts = HeardReply(), list(partner(stub, api_key="k", model="two").answer(TALK, {"temperature": 0.5}))
     for part in parts:
         reply.add(part)
     assert ReplyPart(reasoning="hm") in parts

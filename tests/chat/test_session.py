@@ -138,9 +138,9 @@ def test_help_show_stats_and_exit(capsys: Captured) -> None:
 
 
 def test_calls_are_put_together() -> None:
-    from gapless.chat.reply import Reply
+    from gapless.chat.reply import HeardReply
 
-    reply = Reply()
+    reply = HeardReply()
     reply.add(ReplyPart(calls=(CallPart(0, "x", "add", '{"a"'), CallPart(1, "y", "sub"))))
     reply.add(ReplyPart(calls=(CallPart(1, arguments="{}"), CallPart(0, arguments=": 1}"))))
     assert reply.message()["tool_calls"] == [

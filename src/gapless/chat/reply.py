@@ -52,7 +52,7 @@ class Partner(Protocol):
     def close(self) -> None: ...
 
 
-class Reply:
+class HeardReply:
     """One answer so far."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from gapless.chat import orders
 from gapless.chat.dialogue import Dialogue
 from gapless.chat.interrupts import Interrupts, Stopped
 from gapless.chat.lines import LineSource, read_message
-from gapless.chat.reply import Partner, Reply, ReplyPart
+from gapless.chat.reply import HeardReply, Partner, ReplyPart
 from gapless.chat.screen import Screen
 from gapless.core.params import SamplingParams
 from gapless.errors import EngineClosed, GaplessError, InvalidRequest, PromptTooLong
@@ -76,7 +76,7 @@ class Session:
 
     def answer(self) -> None:
         """Have the last message answered. Raises GaplessError, and Stopped; a question without answer is taken back."""
-        reply = Reply()
+        reply = HeardReply()
         try:
             self._listen(reply)
         except Stopped:
@@ -90,7 +90,7 @@ class Session:
         if reply.end is not None and reply.end.reason == "length":
             self.screen.note("(cut: the answer reached max_tokens, or the end of the context)")
 
-    def _stop(self, reply: Reply) -> None:
+    def _stop(self, reply: HeardReply) -> None:
         """Keep what was said so far; a question of which nothing was answered is as if it had not been asked."""
         self.screen.close_line()
         if reply.text:
@@ -126,7 +126,7 @@ class Session:
         self.dialogue.add({"role": "user", "content": message.removeprefix("/")})
         self.answer()
 
-    def _listen(self, reply: Reply) -> None:
+    def _listen(self, reply: HeardReply) -> None:
         begun = time.perf_counter()
         first = None
         with self._interrupts.stoppable(), contextlib.closing(self._parts()) as parts:
