@@ -15,7 +15,7 @@ import gapless
 ROOT = Path(gapless.__file__).parent
 PACKAGE = "gapless"
 LEAVES = ("errors", "config", "garbage", "progress", "child")
-VALUES = ("core.params", "core.choices", "core.outcome", "core.request", "core.limits")
+VALUES = ("core.params", "core.structured", "core.choices", "core.outcome", "core.request", "core.limits")
 FILES_OF_RUN = ("prompt_file", "part_file", "file_lock", "result_file", "console")
 TOP_LEVEL = ("client", "llm", "async_llm", "report", *FILES_OF_RUN, "chat", "commands", "cli")
 BENCH = ("bench",)
@@ -36,12 +36,14 @@ LAW: dict[str, tuple[str, ...]] = {
     "attention": ("kernels", "models.spec"),
     "models": ("errors", "kernels"),
     "text": ("errors", "child", "models.source", "models.files", "models.gguf_file"),
+    "guides": ("core", "errors", "text", "models.source"),
     "runner": (
         *("core.guide", "core.plan", "core.limits", "core.params", "core.request", "core.row_fields"),
         *("device", "attention", "models", "kernels", "native", "config", "errors", "garbage"),
     ),
     "pipeline": (
         "core",
+        "guides",
         "device",
         "runner",
         "trace.columns",
@@ -60,7 +62,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "__init__": ("async_llm", "client", "core.params", "errors", "llm"),
 }
 FREE = BENCH + PROOF  # take the engine apart, to measure it and to check it
-NO_TORCH = ("errors", "config", "garbage", "progress", "child", "core", "native", "text", "trace")
+NO_TORCH = ("errors", "config", "garbage", "progress", "child", "core", "native", "guides", "text", "trace")
 MAY_SAY_CUDA = ("device/cuda", "runner/capture.py", "runner/graphs.py", "kernels/")
 MAY_NAME_CUDA = ("config.py", "device/", "runner/kits/", "kernels/", "bench/")  # bench: peers and GPU workloads
 

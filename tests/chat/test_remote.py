@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from gapless.chat.remote import RemotePartner
-from gapless.chat.reply import CallPart, HeardReply, ReplyPart
+from gapless.chat.reply import CallPart, Reply, ReplyPart
 from gapless.errors import ConfigError, InvalidRequest, ServerUnreachable
 
-TOOLS = [{"type": "function", "function": {"name": "add"}}]
 TALK = [{"role": "user", "content": "a"}]
 
 
@@ -85,7 +84,7 @@ def test_a_stream_becomes_parts(stub: Stub) -> None:
         chunk({}, "tool_calls"),
         usage,
     )
-    reply, parts = HeardReply(), list(partner(stub, api_key="k", model="two").answer(TALK, {"temperature": 0.5}, TOOLS))
+    reply, parts = Reply(), list(partner(stub, api_key="k", model="two").answer(TALK, {"temperature": 0.5}))
     for part in parts:
         reply.add(part)
     assert ReplyPart(reasoning="hm") in parts
@@ -94,7 +93,7 @@ def test_a_stream_becomes_parts(stub: Stub) -> None:
     assert reply.end is not None
     assert (reply.end.reason, reply.end.num_prompt, reply.end.num_tokens) == ("tool_calls", 4, 2)
     assert stub.headers["authorization"] == "Bearer k"
-    expected = {"model": "two", "messages": TALK, "temperature": 0.5, "stream": True, "tools": TOOLS}
+    expected = {"model": "two", "messages": TALK, "temperature": 0.5, "stream": True}
     assert stub.body == expected | {"stream_options": {"include_usage": True}}
 
 
@@ -118,7 +117,7 @@ def test_answers_that_are_none(stub: Stub, status: int, data: bytes, error: type
     found = partner(stub)
     stub.status, stub.data = status, data
     with pytest.raises(error, match=words):
-        list(found.answer(TALK, {}, ()))
+        list(found.answer(TALK, {}))
 
 
 @pytest.mark.parametrize(

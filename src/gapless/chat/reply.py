@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gapless.chat.tool_file import ToolList
-
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
@@ -48,15 +46,13 @@ class Partner(Protocol):
     def description(self) -> str:
         """Model, place and context length, for people."""
 
-    def answer(
-        self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any], tools: ToolList
-    ) -> Iterator[ReplyPart]:
+    def answer(self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any]) -> Iterator[ReplyPart]:
         """The parts of an answer. Closing the iterator ends it. Raises GaplessError."""
 
     def close(self) -> None: ...
 
 
-class HeardReply:
+class Reply:
     """One answer so far."""
 
     def __init__(self) -> None:

@@ -7,10 +7,8 @@ exactly to `Tokenizer.decode` of all ids, at a cost linear in their number. Does
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from typing import Protocol
 
 from gapless.text.cleanup import CleanUpStream
@@ -55,21 +53,15 @@ class Detokenizer:
 def byte_of(tokenizer: Tokenizer, id: int) -> int | None:
     """The byte that a token of a byte fallback stands for; None for any other token."""
     token = tokenizer.id_to_token(id) or ""
-    is_byte = _BYTE_TOKEN.fullmatch(token) and "ByteFallback" in _decoder_kinds(tokenizer.decoder_state)
+    is_byte = _BYTE_TOKEN.fullmatch(token) and "ByteFallback" in tokenizer.decoder_steps
     return int(token[3:5], 16) if is_byte else None
 
 
 def _open_stream(tokenizer: Tokenizer) -> _TextStream:
-    kinds = _decoder_kinds(tokenizer.decoder_state)
+    kinds = tokenizer.decoder_steps
     if kinds == ("ByteLevel",):
         return _ByteStream(tokenizer)
     return _WindowStream(tokenizer, byte_fallback="ByteFallback" in kinds)
-
-
-@lru_cache(maxsize=8)
-def _decoder_kinds(state: bytes) -> tuple[str, ...]:
-    decoder = json.loads(state) or {"type": "Join"}
-    return tuple(step["type"] for step in decoder.get("decoders", [decoder]))
 
 
 class _ByteStream:

@@ -7,7 +7,9 @@ decodes; does not know requests, streams of tokens (`detokenizer`) or how a temp
 from __future__ import annotations
 
 import ctypes
+import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +63,17 @@ class Tokenizer:
     def cleans_up_spaces(self) -> bool:
         return self._parts.clean_up_spaces
 
+    @cached_property
+    def decoder_steps(self) -> tuple[str, ...]:
+        """The kinds of the decoder's steps, as tokenizer.json names them; Join where tokens are simply joined."""
+        decoder = json.loads(bytes(self._backend.decoder.__getstate__())) if self._backend.decoder is not None else None
+        decoder = decoder or {"type": "Join"}
+        return tuple(step["type"] for step in decoder.get("decoders", [decoder]))
+
     @property
-    def decoder_state(self) -> bytes:
-        """The decoder as JSON; `b"null"` where tokens are simply joined."""
-        decoder = self._backend.decoder
-        return bytes(decoder.__getstate__()) if decoder is not None else b"null"
+    def definition(self) -> str:
+        """The whole tokenizer, in the format of tokenizer.json."""
+        return str(self._backend.to_str())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]

@@ -1,0 +1,144 @@
+"""Compiles grammars away from the loop's thread, keeps those that were compiled, and gives up on those that take long.
+
+A few threads of its own do the work; llguidance holds no interpreter lock meanwhile. They have deep stacks, because
+native code that recurses into a long chain of rules would otherwise end the process. A thread that is stuck in native
+code cannot be stopped: whoever waits for it is refused after a time limit, and a new thread takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from gapless.core.structured import Structured
+from gapless.errors import InvalidRequest
+from gapless.guides.grammar import Grammar
+from gapless.guides.vocabulary import Vocabulary
+
+NUM_THREADS = 2
+MAX_THREADS = 8  # with those that are stuck
+STACK_BYTES = 512 * 2**20  # reserved, not used: the system gives memory to the part that is touched
+TIME_LIMIT_S = 10.0
+MAX_KEPT = 512  # grammars
+MAX_KEPT_BYTES = 32 * 2**20  # of their sources together
+
+_stack_lock = threading.Lock()  # the size of the next thread's stack is a setting of the process
+
+
+class Compiler:
+    """Grammars by their sources."""
+
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary], time_limit_s: float = TIME_LIMIT_S) -> None:
+        """load_vocabulary: called once, by the first thread that needs it."""
+        self._load_vocabulary = load_vocabulary
+        self._time_limit_s = time_limit_s
+        self._lock = threading.Lock()
+        self._settle_lock = threading.RLock()  # callbacks of a future run inside it
+        self._vocabulary_lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._jobs: queue.SimpleQueue[tuple[Structured, Future[Grammar]] | None] = queue.SimpleQueue()
+        self._kept: OrderedDict[Structured, Future[Grammar]] = OrderedDict()  # the last used at the end
+        self._kept_bytes = 0
+        self._num_threads = 0
+        self.num_compiled = 0
+
+    def start(self, structured: Structured) -> Future[Grammar]:
+        """The grammar, now or later; a failure is InvalidRequest. A source that is known is not compiled again."""
+        with self._lock:
+            found = self._kept.get(structured)
+            if found is not None:
+                self._kept.move_to_end(structured)
+                return found
+            future = Future[Grammar]()
+            self._keep(structured, future)
+            if self._num_threads < NUM_THREADS:
+                self._add_thread()
+        timer = threading.Timer(self._time_limit_s, self._give_up, (structured, future))
+        timer.daemon = True
+        future.add_done_callback(lambda _: timer.cancel())
+        timer.start()
+        self._jobs.put((structured, future))
+        return future
+
+    def prepare(self) -> None:
+        """Load the vocabulary in advance, on a thread of its own."""
+
+        def load() -> None:
+            with contextlib.suppress(InvalidRequest):  # whoever asks for a grammar is told
+                self._loaded()
+
+        threading.Thread(target=load, name="gapless-vocabulary", daemon=True).start()
+
+    def close(self) -> None:
+        """End the threads once they have nothing to do. Does not wait for them."""
+        with self._lock:
+            for _ in range(self._num_threads):
+                self._jobs.put(None)
+
+    def _keep(self, structured: Structured, future: Future[Grammar]) -> None:
+        self._kept[structured] = future
+        self._kept_bytes += len(structured.text)
+        while len(self._kept) > MAX_KEPT or (self._kept_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
+            old, _ = self._kept.popitem(last=False)
+            self._kept_bytes -= len(old.text)
+
+    def _add_thread(self) -> None:
+        self._num_threads += 1
+        with _stack_lock:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                threading.Thread(target=self._work, name="gapless-grammar", daemon=True).start()
+            finally:
+                threading.stack_size(before)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            structured, future = job
+            if future.done():  # refused while it waited
+                continue
+            found: Grammar | InvalidRequest
+            try:
+                found = Grammar(structured, self._loaded())
+            except InvalidRequest as refusal:
+                found = refusal
+            except Exception as error:
+                found = structured.refuse(f"{type(error).__name__}: {error}")
+            if not self._settle(future, found) and self._may_leave():
+                return
+
+    def _may_leave(self) -> bool:
+        """Whether a new thread has taken the place of this one, which was thought to be stuck."""
+        with self._lock:
+            if self._num_threads <= NUM_THREADS:
+                return False
+            self._num_threads -= 1
+            return True
+
+    def _loaded(self) -> Vocabulary:
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._load_vocabulary()
+            return self._vocabulary
+
+    def _give_up(self, structured: Structured, future: Future[Grammar]) -> None:
+        refusal = structured.refuse(f"it takes more than {self._time_limit_s:g} seconds to compile")
+        if self._settle(future, refusal):
+            with self._lock:
+                if self._num_threads < MAX_THREADS:
+                    self._add_thread()
+
+    def _settle(self, future: Future[Grammar], found: Grammar | InvalidRequest) -> bool:
+        """Give the result to those who wait for it; False if they have one."""
+        with self._settle_lock:
+            if future.done():
+                return False
+            if isinstance(found, InvalidRequest):
+                future.set_exception(found)
+            else:
+                self.num_compiled += 1
+                future.set_result(found)
+        return True

@@ -1,0 +1,92 @@
+"""A guide by a grammar: llguidance's matcher, advanced by facts, asked for masks.
+
+A compiled grammar is a matcher in its first state, whose first mask is known. A guide is a copy of it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits
+
+from gapless.core.structured import Structured
+from gapless.errors import InvalidRequest
+from gapless.guides.sources import source_of
+from gapless.guides.vocabulary import Vocabulary
+
+# Half of llguidance's limits for a step and a fifth of its limit for memory: masks are filled between two steps.
+LIMITS = LLParserLimits(
+    step_lexer_fuel=100_000,
+    step_max_items=25_000,
+    max_lexer_states=50_000,
+    max_grammar_size=300_000,
+    verbose_errors=False,
+)
+_STATE = re.compile("<non-verbose/>|<backtrace>|<state>")  # what follows is not for clients
+
+
+class Grammar:
+    """A structured value, compiled for a vocabulary."""
+
+    def __init__(self, structured: Structured, vocabulary: Vocabulary) -> None:
+        """Raises InvalidRequest. May take seconds and a deep stack; holds no interpreter lock for most of it."""
+        self._structured = structured
+        self._num_words = vocabulary.num_words
+        self._first = LLMatcher(vocabulary.tokenizer, source_of(structured, vocabulary), log_level=0, limits=LIMITS)
+        self._check()
+        self._first.compute_bitmask()  # builds what every guide of the grammar needs first, and finds what is too slow
+        self._check()
+
+    def guide(self) -> GrammarGuide:
+        """A guide at the begin of a text."""
+        return GrammarGuide(self._first.deep_copy(), self._structured, self._num_words)
+
+    def _check(self) -> None:
+        if self._first.is_error():
+            raise self._structured.refuse(plain(self._first.get_error()))
+
+
+class GrammarGuide:
+    """The tokens that may come next in one text."""
+
+    waits = True
+
+    def __init__(self, matcher: LLMatcher, structured: Structured, num_words: int) -> None:
+        self.matcher = matcher
+        self._structured = structured
+        self.num_words = num_words  # of the masks that the matcher fills
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing but the end can come."""
+        return self.matcher.is_stopped()
+
+    def advance(self, tokens: npt.NDArray[np.int32]) -> None:
+        if len(tokens):
+            self.matcher.consume_tokens(tokens.tolist())
+            self.check()
+
+    def fill(self, out: npt.NDArray[np.int32]) -> None:
+        mask = out if len(out) == self.num_words else np.empty(self.num_words, np.int32)
+        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self.check()
+        if mask is not out:
+            out[:] = mask[: len(out)]
+
+    def check(self) -> None:
+        """Raise InvalidRequest if the grammar turned out to be too complex at this place."""
+        if self.matcher.is_error():
+            raise self.failure()
+
+    def failure(self) -> InvalidRequest:
+        return self._structured.refuse(plain(self.matcher.get_error()))
+
+
+def plain(error: str) -> str:
+    """An error of llguidance as one line, without its state."""
+    said = " ".join(_STATE.split(error)[0].split())
+    if said == "NoExtensionBias":
+        return "no text has this shape"
+    return said if said and not said.startswith("panic") else "it is too complex"

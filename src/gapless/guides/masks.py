@@ -1,0 +1,49 @@
+"""The masks of many guides at once: those of grammars side by side on threads that hold no interpreter lock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor
+
+from gapless.core.guide import Guide
+from gapless.guides.grammar import GrammarGuide
+
+FEW = 2  # so many grammars are filled one after the other: to wake threads takes longer
+
+
+def fill_masks(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> Mapping[int, Exception]:
+    """Row i of `out` [at least len(guides), words], which is contiguous, becomes the mask of guide i.
+
+    Returns the errors by index: a guide that fails has no mask, and all others have theirs.
+    """
+    width = out.shape[1]
+    together = [
+        (guide.matcher, index)
+        for index, guide in enumerate(guides)
+        if isinstance(guide, GrammarGuide) and guide.num_words == width
+    ]
+    if len(together) <= FEW:
+        together = []
+    else:
+        _executor().unsafe_compute_mask_ptr(together, out.ctypes.data, width * out.itemsize, len(out))
+    filled = {index for _, index in together}
+    errors: dict[int, Exception] = {}
+    for index, guide in enumerate(guides):
+        try:
+            if index not in filled:
+                guide.fill(out[index])
+            elif isinstance(guide, GrammarGuide):
+                guide.check()
+        except Exception as error:
+            errors[index] = error
+    return errors
+
+
+@lru_cache(maxsize=1)
+def _executor() -> LLExecutor:
+    """One for the process. It has a thread for four of five processors, at most 32."""
+    return LLExecutor()

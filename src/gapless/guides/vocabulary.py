@@ -1,0 +1,70 @@
+"""The bytes of every token, in the form that llguidance reads. Built once for an engine, by whoever needs it first.
+
+Knows the tokenizer's special tokens, which no text can spell, and the model's end-of-sequence ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from gapless.core.guide import mask_words
+from gapless.errors import GaplessError, InvalidRequest, UnsupportedModel
+from gapless.models.source import ModelSource
+from gapless.text import load_tokenizer
+from gapless.text.tokenizer import Tokenizer
+
+
+class Vocabulary:
+    """The tokens of a model, as grammars see them."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """vocab_size: the model's. Ids that the tokenizer lacks never come in a guided text."""
+        size = max(vocab_size, tokenizer.vocab_size)
+        self.tokenizer = _read(tokenizer, size, list(eos_token_ids))
+        self.num_words = mask_words(size)  # of a mask; more than the model's if the tokenizer has more tokens
+        self._control = tokenizer.control
+
+    def pieces(self, text: str) -> list[str | int]:
+        """A text cut at its special tokens: plain text, and the ids of special tokens."""
+        found: list[str | int] = []
+        end = 0
+        for span in self._control.find(text):
+            found += [text[end : span.start], span.id]
+            end = span.end
+        return [piece for piece in (*found, text[end:]) if piece != ""]
+
+
+def _read(tokenizer: Tokenizer, size: int, eos_token_ids: list[int]) -> LLTokenizer:
+    """Byte-level and SentencePiece vocabularies are read by llguidance itself, which then knows how text is merged."""
+    try:
+        if tokenizer.decoder_steps == ("Fuse",):
+            words = _Words(tokenizer, eos_token_ids)
+            return LLTokenizer(TokenizerWrapper(words), n_vocab=size, eos_token=words.eos_token_id)
+        return LLTokenizer(tokenizer.definition, n_vocab=size, eos_token=eos_token_ids or None)
+    except ValueError as error:
+        raise UnsupportedModel(f"structured output does not support this model's tokenizer: {error}") from error
+
+
+class _Words:
+    """A vocabulary whose tokens are their own text, in the form that llguidance asks for."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: list[int]) -> None:
+        self.tokens = [(tokenizer.id_to_token(id) or "").encode() for id in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else 0
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+
+
+def load_vocabulary(source: ModelSource, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
+    """The vocabulary of a model. Raises InvalidRequest where the model has no tokenizer that can be used."""
+    try:
+        return Vocabulary(load_tokenizer(source), vocab_size, eos_token_ids)
+    except GaplessError as error:
+        raise InvalidRequest(f"structured output needs the model's tokenizer: {error}", "structured") from error

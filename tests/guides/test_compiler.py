@@ -1,0 +1,139 @@
+"""The compiler: kept grammars, limits, and hostile sources, each in seconds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from gapless.core.structured import read_structured
+from gapless.errors import InvalidRequest
+from gapless.guides import compiler as module
+from gapless.guides.compiler import Compiler
+from gapless.guides.grammar import Grammar
+from gapless.guides.vocabulary import Vocabulary
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(name="compiler")
+def compiler_fixture(vocabulary: Vocabulary) -> Any:
+    made = Compiler(lambda: vocabulary)
+    yield made
+    made.close()
+
+
+def start(compiler: Compiler, **spec: Any) -> Future[Grammar]:
+    return compiler.start(read_structured(spec))
+
+
+def test_a_source_is_compiled_once(compiler: Compiler) -> None:
+    first, same = start(compiler, regex="a+"), start(compiler, regex="a+")
+    assert first is same
+    assert start(compiler, regex="b+") is not first
+    assert first.result(PATIENCE_S) is same.result(PATIENCE_S)
+    assert start(compiler, regex="a+") is first
+
+
+def test_a_refusal_is_kept_too(compiler: Compiler) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="unclosed"):
+            start(compiler, regex="(").result(PATIENCE_S)
+    assert compiler.num_compiled == 0
+
+
+def test_only_so_many_are_kept(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_KEPT", 2)
+    first = start(compiler, regex="a")
+    second = start(compiler, regex="b")
+    assert start(compiler, regex="a") is first  # used again, so that the other one is the oldest
+    start(compiler, regex="c")
+    assert start(compiler, regex="a") is first
+    assert start(compiler, regex="b") is not second
+
+
+def test_one_that_takes_too_long_is_refused_and_others_go_on(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = threading.Event()
+
+    def slow(structured: Any, vocabulary: Vocabulary) -> Grammar:
+        if structured.text.startswith("slow"):
+            stuck.wait(PATIENCE_S)
+        return Grammar(structured, vocabulary)
+
+    monkeypatch.setattr(module, "Grammar", slow)
+    compiler = Compiler(lambda: vocabulary, time_limit_s=0.2)
+    waiting = [start(compiler, regex=f"slow{i}") for i in range(4)]
+    for future in waiting:
+        with pytest.raises(InvalidRequest, match="seconds to compile"):
+            future.result(PATIENCE_S)
+    assert start(compiler, regex="quick").result(PATIENCE_S)
+    stuck.set()
+    compiler.close()
+
+
+def test_the_vocabulary_is_loaded_once_and_its_failure_is_told(vocabulary: Vocabulary) -> None:
+    loads: list[int] = []
+
+    def load() -> Vocabulary:
+        loads.append(1)
+        if len(loads) == 1:
+            raise InvalidRequest("no tokenizer", "structured")
+        return vocabulary
+
+    compiler = Compiler(load)
+    with pytest.raises(InvalidRequest, match="no tokenizer"):
+        start(compiler, regex="a").result(PATIENCE_S)
+    for text in ("b", "c"):
+        start(compiler, regex=text).result(PATIENCE_S)
+    assert len(loads) == 2
+    compiler.close()
+
+
+def chain(length: int) -> dict[str, Any]:
+    """A schema whose references double with every step: 2 ** length leaves if they were written out."""
+    defs: dict[str, Any] = {
+        f"d{i}": {
+            "type": "object",
+            "properties": {name: {"$ref": f"#/$defs/d{i + 1}"} for name in "ab"},
+            "additionalProperties": False,
+        }
+        for i in range(length)
+    }
+    return {"$defs": defs | {f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+HOSTILE = {
+    "an optional letter, very often": {"regex": "a?" * 8000},
+    "repetitions of repetitions": {"regex": "((((a{1,100}){1,100}){1,100}){1,100}){1,100}b"},
+    "the letter before the last thousand": {"regex": "(a|b)*a(a|b){1000}"},
+    "a doubling chain of references": {"json_schema": chain(2500)},
+    "a long chain of rules": {
+        "grammar": "start: b0\n" + "\n".join(f"b{i}: b{i + 1}" for i in range(8000)) + '\nb8000: "x"'
+    },
+    "rules that double": {
+        "grammar": "start: b0\n" + "\n".join(f"b{i}: b{i + 1} b{i + 1}" for i in range(50)) + '\nb50: "x"'
+    },
+    "alternatives that multiply": {
+        "json_schema": {"allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {}}} for j in range(6)]} for i in range(7)]}
+    },
+    "an enum as large as allowed": {"json_schema": {"enum": [f"v{i}" for i in range(40_000)]}},
+    "thousands of optional properties": {"json_schema": {"properties": {f"p{i}": {} for i in range(3000)}}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_sources_are_compiled_or_refused_within_seconds(compiler: Compiler, name: str) -> None:
+    began_s = time.monotonic()
+    future = start(compiler, **HOSTILE[name])
+    while not future.done():  # this thread goes on meanwhile: the interpreter lock is not held
+        before_s = time.monotonic()
+        time.sleep(0.001)
+        assert time.monotonic() - before_s < 1.0
+    assert time.monotonic() - began_s < PATIENCE_S
+    if (error := future.exception()) is not None:
+        assert isinstance(error, InvalidRequest)
