@@ -118,6 +118,9 @@ def _add_chat(commands: Any) -> None:
     chat = _command(commands, "chat", "talk with a model in the terminal", _chat)
     chat.add_argument("--system", metavar="TEXT", help="the system message")
     chat.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
+    chat.add_argument(
+        "--tools", metavar="FILE", help="JSON list of tools that the model may call; you type the results"
+    )
     chat.add_argument("--history", metavar="FILE", help="lines typed before (default: chat_history in XDG_STATE_HOME)")
     chat.add_argument("--no-history", action="store_true", help="neither read nor keep the lines that are typed")
     chat.add_argument("--url", help="talk with an OpenAI endpoint such as http://127.0.0.1:8000; loads no model here")

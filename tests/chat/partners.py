@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gapless.chat.reply import ReplyEnd, ReplyPart
+from gapless.chat.tool_file import ToolList
 
 DONE = ReplyPart(end=ReplyEnd("stop", 7, 3))
 
@@ -24,7 +25,9 @@ class ScriptedPartner:
         self.params: list[dict[str, Any]] = []
         self.num_closed = 0
 
-    def answer(self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any]) -> Iterator[ReplyPart]:
+    def answer(
+        self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any], tools: ToolList = ()
+    ) -> Iterator[ReplyPart]:
         self.asked.append(copy.deepcopy(list(messages)))
         self.params.append(dict(params))
         try:

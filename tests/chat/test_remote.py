@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from gapless.chat.remote import RemotePartner
-from gapless.chat.reply import CallPart, Reply, ReplyPart
+from gapless.chat.reply import CallPart, HeardReply, ReplyPart
 from gapless.errors import ConfigError, InvalidRequest, ServerUnreachable
 
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
 TALK = [{"role": "user", "content": "a"}]
 
 
@@ -84,7 +85,7 @@ def test_a_stream_becomes_parts(stub: Stub) -> None:
         chunk({}, "tool_calls"),
         usage,
     )
-    reply, parts = Reply(), list(partner(stub, api_key="k", model="two").answer(TALK, {"temperature": 0.5}))
+    reply, parts = HeardReply(), list(partner(stub, api_key="k", model="two").answer(TALK, {"temperature": 0.5}, TOOLS))
     for part in parts:
         reply.add(part)
     assert ReplyPart(reasoning="hm") in parts
@@ -93,7 +94,7 @@ def test_a_stream_becomes_parts(stub: Stub) -> None:
     assert reply.end is not None
     assert (reply.end.reason, reply.end.num_prompt, reply.end.num_tokens) == ("tool_calls", 4, 2)
     assert stub.headers["authorization"] == "Bearer k"
-    expected = {"model": "two", "messages": TALK, "temperature": 0.5, "stream": True}
+    expected = {"model": "two", "messages": TALK, "temperature": 0.5, "stream": True, "tools": TOOLS}
     assert stub.body == expected | {"stream_options": {"include_usage": True}}
 
 
@@ -117,7 +118,7 @@ def test_answers_that_are_none(stub: Stub, status: int, data: bytes, error: type
     found = partner(stub)
     stub.status, stub.data = status, data
     with pytest.raises(error, match=words):
-        list(found.answer(TALK, {}))
+        list(found.answer(TALK, {}, ()))
 
 
 @pytest.mark.parametrize(

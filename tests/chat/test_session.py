@@ -138,12 +138,53 @@ def test_help_show_stats_and_exit(capsys: Captured) -> None:
 
 
 def test_calls_are_put_together() -> None:
-    from gapless.chat.reply import Reply
+    from gapless.chat.reply import HeardReply
 
-    reply = Reply()
+    reply = HeardReply()
     reply.add(ReplyPart(calls=(CallPart(0, "x", "add", '{"a"'), CallPart(1, "y", "sub"))))
     reply.add(ReplyPart(calls=(CallPart(1, arguments="{}"), CallPart(0, arguments=": 1}"))))
     assert reply.message()["tool_calls"] == [
         {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
         {"id": "y", "type": "function", "function": {"name": "sub", "arguments": "{}"}},
     ]
+
+
+def calls(*each: CallPart) -> list[ReplyPart]:
+    return [ReplyPart(calls=each), ReplyPart(end=ReplyEnd("tool_calls"))]
+
+
+def test_results_of_calls_are_typed_and_go_back(capsys: Captured) -> None:
+    two = calls(CallPart(0, "x", "add", '{"a": 1}'), CallPart(1, "y", "now", "{}"))
+    partner = ScriptedPartner([ReplyPart("Hm."), *two], calls(CallPart(0, "z", "add", "{}")), said("3"), said("bye"))
+    talk(partner, "sum?", "2", "noon", '"""three', 'lines"""', "thanks")
+    assert partner.asked[2] == [
+        {"role": "user", "content": "sum?"},
+        {
+            "role": "assistant",
+            "content": "Hm.",
+            "tool_calls": [
+                {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
+                {"id": "y", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "x", "content": "2"},
+        {"role": "tool", "tool_call_id": "y", "content": "noon"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "z", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "z", "content": "three\nlines"},
+    ]
+    assert capsys.readouterr().out == 'Hm.\n-> add {"a": 1}\n-> now {}\n-> add {}\n3\nbye\n'
+
+
+def test_half_a_call_and_a_call_without_result_are_forgotten(capsys: Captured) -> None:
+    cut = [ReplyPart(calls=(CallPart(0, "x", "add", '{"a'),)), ReplyPart(end=ReplyEnd("length"))]
+    partner = ScriptedPartner(cut, said("ok"), calls(CallPart(0, "x", "add", "{}")))
+    session = talk(partner, "a", "b", "c")
+    assert partner.asked[1] == [{"role": "user", "content": "b"}]
+    assert len(session.dialogue.turns) == 2
+    err = capsys.readouterr().err
+    assert "cut in a tool call; raise max_tokens" in err
+    assert "the input ended before the result of add" in err

@@ -147,3 +147,21 @@ def test_a_terminating_signal_ends_the_program(start: Start, history: Path) -> N
     os.kill(terminal.pid, signal.SIGTERM)
     assert terminal.end() != 0
     assert history.read_text().split() == ["talk"]
+
+
+def test_a_result_is_asked_for_by_name_and_ctrl_c_takes_the_question_back(start: Start) -> None:
+    call = '[ReplyPart(calls=(CallPart(0, "x", "add", "{}"),)), DONE]'
+    terminal = start(f'{call}, {call}, said("done")')
+    terminal.type("sum\r")
+    assert "\x1b[36m-> add \x1b[0m\x1b[36m{}\x1b[0m" in terminal.see("result of add> ")
+    terminal.type("\x03")
+    terminal.see("> ")
+    terminal.type("/show\r")
+    terminal.see("nothing was said yet")
+    terminal.see("> ")
+    terminal.type("sum\r")
+    terminal.see("result of add> ")
+    terminal.type("7\r")
+    terminal.see("done")
+    terminal.type("\x04")
+    assert terminal.end() == 0

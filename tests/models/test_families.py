@@ -15,6 +15,7 @@ from gapless.models.rope_config import RopeConfig
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+LOCAL_GLOBAL = ["sliding_attention", "full_attention"]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -24,6 +25,10 @@ def rope_of(config: ModelConfig) -> RopeConfig:
     assert rope is not None
     assert all(layer.attention.rope == rope for layer in config.layers)
     return rope
+
+
+def windows_of(config: ModelConfig) -> list[int | None]:
+    return [layer.attention.window for layer in config.layers]
 
 
 def test_defaults() -> None:
@@ -82,12 +87,26 @@ def test_architecture_from_model_type() -> None:
         MISTRAL | {"sliding_window": None},
         MISTRAL | {"sliding_window": 128},
         QWEN2 | {"sliding_window": 64},
-        QWEN2 | {"use_sliding_window": False, "sliding_window": 64, "layer_types": ["full_attention"]},
+        QWEN2 | {"use_sliding_window": False, "sliding_window": 64, "layer_types": ["full_attention"] * 2},
         {"sliding_window": 64},
     ],
 )
-def test_windows_not_in_use_are_accepted(changes: dict[str, Any]) -> None:
-    hf_config(raw_config(**changes))
+def test_windows_that_are_none(changes: dict[str, Any]) -> None:
+    assert windows_of(hf_config(raw_config(**changes))) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        (MISTRAL | {"sliding_window": 64}, [64, 64]),
+        (MISTRAL | {"max_position_embeddings": 32768}, [4096, 4096]),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, [None, 64]),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, [64, 64]),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "layer_types": LOCAL_GLOBAL}, [64, None]),
+    ],
+)
+def test_windows(changes: dict[str, Any], windows: list[int | None]) -> None:
+    assert windows_of(hf_config(raw_config(**changes))) == windows
 
 
 @pytest.mark.parametrize(
@@ -95,14 +114,11 @@ def test_windows_not_in_use_are_accepted(changes: dict[str, Any]) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"architectures": ..., "model_type": "mamba"}, "mamba"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "relu"}, "relu"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        (MISTRAL | {"sliding_window": 64}, "sliding_window 64"),
-        (MISTRAL | {"max_position_embeddings": 32768}, "sliding_window 4096"),
-        (QWEN2 | {"use_sliding_window": True, "sliding_window": 64}, "sliding_window 64"),
-        (QWEN2 | {"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
+        (QWEN2 | {"layer_types": LOCAL_GLOBAL}, "sliding_attention"),
+        (QWEN2 | {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer to layer"),
     ],
@@ -135,6 +151,16 @@ def test_refusal_lists_what_is_supported() -> None:
         ({"architectures": ..., "model_type": [1]}, "model_type"),
         ({"layer_types": 5}, "layer_types is 5"),
         ({"layer_types": [[1]]}, "layer_types"),
+        ({"layer_types": ["full_attention"]}, "layer_types lists 1 layers, num_hidden_layers is 2"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor is None, not a list of numbers"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1, 0], "long_factor": [1]}},
+            "positive numbers",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}},
+            "the head has 6 pairs",
+        ),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', not true or false"),
         ({"vocab_size": 10**12}, "vocab_size is 1000000000000, not a whole number up to"),
         ({"vocab_size": 2**29}, "vocab_size is 536870912"),
@@ -177,8 +203,12 @@ def test_gguf(tmp_path: Path) -> None:
     config = from_gguf(tmp_path, "qwen3", **tokens)
     assert (config.architecture, config.vocab_size, config.head_dim) == ("Qwen3ForCausalLM", 97, 24)
     attention = config.layers[0].attention
-    assert (attention.head_norm, config.tie_embeddings, attention.qkv_bias) == (True, True, False)
-    assert (config.eos_token_ids, attention.rope) == ((2, 5), RopeConfig(5000.0, original_max_positions=64))
+    assert (attention.head_norm, config.tie_embeddings, attention.qkv_bias) == ("each", True, False)
+    assert (config.eos_token_ids, attention.rope) == ((2, 5), RopeConfig(5000.0))
+
+
+def test_a_gguf_with_a_window(tmp_path: Path) -> None:
+    assert windows_of(from_gguf(tmp_path, ARCH__attention__sliding_window=32)) == [32]
 
 
 def test_gguf_rope_kinds(tmp_path: Path) -> None:
@@ -196,7 +226,7 @@ def test_gguf_frequency_factors(tmp_path: Path) -> None:
     factors = np.arange(1, 13, dtype=np.float32)
     assert rope_of(from_gguf(tmp_path, extra={"rope_freqs.weight": factors})).freq_factors == tuple(factors.tolist())
     for wrong in (factors[:5], factors.reshape(12, 1)):
-        with pytest.raises(CorruptModel, match="rope_freqs"):
+        with pytest.raises(CorruptModel, match="rope"):
             from_gguf(tmp_path, extra={"rope_freqs.weight": wrong})
 
 
@@ -207,7 +237,6 @@ def test_gguf_frequency_factors(tmp_path: Path) -> None:
         ("llama", {"ARCH__rope__scaling__type": "longrope"}, "longrope"),
         ("llama", {"ARCH__rope__dimension_count": 12}, "rope"),
         ("llama", {"ARCH__expert_count": 8}, "experts"),
-        ("llama", {"ARCH__attention__sliding_window": 32}, "sliding_window"),
         ("llama", {"drop": "embedding_length"}, "llama.embedding_length"),
         ("llama", {"drop": "token_embd.weight"}, "token_embd.weight"),
         ("llama", {"ARCH__attention__value_length": 12}, "values"),

@@ -41,16 +41,18 @@ CASES: list[tuple[ModelConfig, set[Feature]]] = [
     (of("attention", scale=0.1), {Feature.SCALE, Feature.MIXED_SCALES}),
     (of("attention", rope=RopeConfig(5.0)), {Feature.MIXED_ROPES}),
     (of("attention", rope=None), {Feature.MIXED_ROPES}),
-    (of("attention", head_norm=True), {Feature.MIXED_SIZES}),
+    (of("attention", head_norm="each"), {Feature.MIXED_SIZES}),
     (of("mlp", size=7), {Feature.MIXED_SIZES}),
     (of("mlp", activation="gelu_tanh"), {Feature.ACTIVATION}),
     (of("mlp", kind="plain"), {Feature.PLAIN_MLP}),
     (of("mlp", kind="experts"), {Feature.EXPERTS}),
+    (with_last(replace(LAYER, parallel=True)), {Feature.PARALLEL}),
     (of("norm", kind="layer"), {Feature.LAYER_NORM}),
     (of("norm", place="around"), {Feature.NORM_AFTER}),
     (of("norm", place="after"), {Feature.NORM_AFTER}),
     (replace(PLAIN, last_norm=replace(PLAIN.last_norm, eps=0.1)), {Feature.MIXED_SIZES}),
     (replace(PLAIN, embedding_scale=2.0), {Feature.EMBEDDING_SCALE}),
+    (replace(PLAIN, learned_positions=True), {Feature.POSITIONS}),
     (replace(PLAIN, logit_soft_cap=30.0), {Feature.LOGIT_CAP}),
 ]
 
@@ -72,7 +74,7 @@ def test_the_native_step_runs_the_plain_decoder() -> None:
 
 @pytest.mark.parametrize(("config", "expected"), CASES, ids=[str(sorted(expected)) for _, expected in CASES])
 def test_what_layers_lack(config: ModelConfig, expected: set[Feature]) -> None:
-    lacks = {"layer norms", "MLPs without a gate", "experts"} & expected
+    lacks = {"experts"} & expected
     assert PlainLayers.why_not(config) == (f"its layers have no {lacks.pop()}" if lacks else None)
 
 

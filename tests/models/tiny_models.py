@@ -60,12 +60,12 @@ def save_hf(directory: Path, *, max_shard_size: str = "1GB", **changes: Any) -> 
     """Saves a random transformers model of this config (`...` drops a key) and returns it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    raw = raw_config(**changes)
+    raw = {"pad_token_id": 0} | raw_config(**changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+            parameter.normal_(1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0, 0.2)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from browser import CHROMIUM, Page, browser
@@ -32,6 +34,34 @@ ENDLESS = """
     const extended = options => ({...options, body: JSON.stringify({...JSON.parse(options.body), ...more})});
     window.fetch = (url, options) => fetched(url, options.body ? extended(options) : options);
 """
+STUB = """(answers => {
+    const fetched = window.fetch;
+    window.asked = [];
+    window.fetch = (url, options) => {
+        if (!options.body) return fetched(url, options);
+        window.asked.push(JSON.parse(options.body));
+        const chunk = ([delta, reason]) => ({choices: [{delta, finish_reason: reason ?? null}]});
+        const events = [...answers.shift().map(chunk), {choices: [], usage: {completion_tokens: 9}}];
+        const lines = events.map(event => "data: " + JSON.stringify(event) + "\\n\\n");
+        return Promise.resolve(new Response(lines.join("") + "data: [DONE]\\n\\n"));
+    };
+})"""
+
+
+def stub(page: Page, *answers: list[Any]) -> None:
+    """Have the page's questions answered by these lists of deltas, each with a finish reason where it has one."""
+    page.run(f"{STUB}({json.dumps(answers)})")
+
+
+def put(page: Page, id: str, value: str) -> None:
+    """Fill in a field, as a user does."""
+    field = f"document.getElementById('{id}')"
+    page.run(f"{field}.value = {json.dumps(value)}; {field}.dispatchEvent(new Event('input'))")
+
+
+def call(index: int, arguments: str, id: str | None = None, name: str | None = None) -> dict[str, Any]:
+    function = {"arguments": arguments} | ({"name": name} if name else {})
+    return {"tool_calls": [{"index": index, "function": function} | ({"id": id, "type": "function"} if id else {})]}
 
 
 def ask(page: Page, text: str, max_tokens: int) -> None:
@@ -86,3 +116,109 @@ def test_it_fits_a_narrow_window(page: Page, faulty: Server) -> None:
     assert page.run("document.documentElement.scrollWidth") <= 400
     page.open(f"{faulty.url}/docs")
     page.wait("document.body.textContent.includes('/v1/chat/completions')")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_json_by_schema_is_asked_for_once_the_schema_is_right(page: Page, faulty: Server, dark: bool) -> None:
+    page.open(faulty.url, dark=dark)
+    stub(page, [[{"content": '{"name": "Ada", "age": 36}'}], [{}, "stop"]], [[{"content": '{"name":'}], [{}, "length"]])
+    put(page, "format", "json_schema")
+    fault = "document.getElementById('schema_fault').textContent"
+    for schema, words in [
+        ("{", "not JSON"),
+        ("[]", "schema must be an object"),
+        ('{"type": "text"}', 'schema.type: "text" is none of object'),
+        ('{"properties": {"a": {"items": {"enum": []}}}}', "schema.properties.a.items.enum must be a list"),
+        ('{"anyOf": [{}, 1]}', "schema.anyOf[1] must be an object"),
+        ('{"required": [1]}', "schema.required must be a list of names"),
+    ]:
+        put(page, "schema", schema)
+        assert words in page.run(fault)
+        ask(page, "Who?", 50)
+        assert page.run("document.activeElement.id") == "schema"
+        assert page.run("document.getElementById('question').value") == "Who?"
+        put(page, "question", "")
+    assert page.run("asked.length") == 0
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    put(page, "schema", json.dumps(schema))
+    assert page.run(fault) == ""
+    ask(page, "Who?", 50)
+    page.wait("document.querySelector('.assistant small').textContent.endsWith(', JSON')")
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    assert page.run("asked[0].response_format") == wanted
+    ask(page, "Who?", 5)
+    page.wait("document.querySelectorAll('.assistant small')[1]?.textContent.includes('not complete JSON')")
+
+
+def test_a_tool_call_is_shown_and_its_result_goes_back(page: Page, faulty: Server) -> None:
+    page.open(faulty.url)
+    first = [
+        [{"reasoning_content": "I need "}],
+        [{"reasoning_content": "two."}],
+        [call(0, "", "c1", "get_weather")],
+        [call(0, '{"city": ')],
+        [call(0, '"Paris"}')],
+        [call(1, "{}", "c2", "get_time")],
+        [{}, "tool_calls"],
+    ]
+    stub(page, first, [[{"content": "Sunny at noon."}], [{}, "stop"]])
+    page.run("document.getElementById('use_tools').click()")
+    fault = "document.getElementById('tools_fault').textContent"
+    for tools, words in [
+        ("{}", "tools must be a list"),
+        ('[{"name": "no spaces"}]', "tools[0] needs a name"),
+        ('[{"name": "a"}, {"function": {"name": "a"}}]', "two tools named a"),
+        ('[{"name": "a", "parameters": {"type": "x"}}]', "tools[0].parameters.type"),
+    ]:
+        put(page, "tools", tools)
+        assert words in page.run(fault)
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    bare, whole = {"name": "get_weather", "parameters": parameters}, {"name": "get_time"}
+    put(page, "tools", json.dumps([bare, {"type": "function", "function": whole}]))
+    assert page.run(fault) == ""
+    ask(page, "Weather?", 50)
+    page.wait("document.querySelectorAll('textarea.result').length === 2")
+    assert page.run("asked[0].tools") == [{"type": "function", "function": tool} for tool in (bare, whole)]
+    assert page.run("asked[0].tool_choice") == "auto"
+    assert page.run("document.querySelector('.thoughts').textContent") == "I need two."
+    assert page.run("document.querySelector('.reasoning').open") is False
+    assert page.run("[...document.querySelectorAll('.call b')].map(b => b.textContent)") == ["get_weather", "get_time"]
+    assert json.loads(page.run("document.querySelector('.call code').textContent")) == {"city": "Paris"}
+
+    ask(page, "Never mind", 50)  # goes nowhere: the calls wait for their results
+    assert page.run("asked.length") == 1
+    assert page.run("document.activeElement.className") == "result"
+    page.type("sunny")
+    page.press("Enter", 13)
+    page.type("noon")
+    page.press("Enter", 13)
+    page.wait("document.querySelectorAll('.assistant span')[1]?.textContent === 'Sunny at noon.'")
+    calls = [
+        {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}},
+        {"id": "c2", "type": "function", "function": {"name": "get_time", "arguments": "{}"}},
+    ]
+    assert page.run("asked[1].messages") == [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "c2", "content": "noon"},
+    ]
+    assert page.run("document.querySelectorAll('textarea.result, .send_results').length") == 0
+
+
+def test_half_a_call_is_no_part_of_the_conversation(page: Page, faulty: Server) -> None:
+    page.open(faulty.url)
+    stub(page, [[call(0, '{"a', "c1", "f")], [{}, "length"]], [[{"content": "yes"}], [{}, "stop"]])
+    ask(page, "First", 5)
+    page.wait("document.querySelector('.assistant small').textContent.startsWith('cut in a tool call')")
+    ask(page, "Second", 5)
+    page.wait("document.querySelectorAll('.assistant span')[1]?.textContent === 'yes'")
+    assert page.run("asked[1].messages") == [{"role": "user", "content": "Second"}]
+
+
+def test_the_fields_fit_a_narrow_window(page: Page, faulty: Server) -> None:
+    page.open(faulty.url, width=400, height=700)
+    put(page, "format", "json_schema")
+    page.run("document.getElementById('use_tools').click()")
+    put(page, "tools", "[" + "x" * 500)
+    assert page.run("document.documentElement.scrollWidth") <= 400

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gapless.chat.reply import ReplyEnd, ReplyPart
+from gapless.chat.tool_file import ToolList
 from gapless.core.limits import most_tokens
 from gapless.core.params import SamplingParams
 from gapless.errors import ConfigError, StepFailed
@@ -30,7 +31,9 @@ class LocalPartner:
         resolved = self._llm.engine.resolved
         return f"{self._model} on {resolved.device_name}, context of {most_tokens(resolved.limits)} tokens"
 
-    def answer(self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any]) -> Iterator[ReplyPart]:
+    def answer(
+        self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any], tools: ToolList
+    ) -> Iterator[ReplyPart]:
         prompt = self._llm.encode_chat(messages)
         room = most_tokens(self._llm.engine.resolved.limits) - len(prompt)
         chosen = SamplingParams.from_dict({"max_tokens": max(room, 1), **params})

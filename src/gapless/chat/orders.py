@@ -104,6 +104,12 @@ def _show(session: Session, rest: str) -> None:
         session.screen.note("(nothing was said yet)")
 
 
+def _tools(session: Session, rest: str) -> None:
+    functions = [tool["function"] for tool in session.tools]
+    lines = [f"{each['name']}: {each.get('description', 'no description')}" for each in functions]
+    session.screen.note("\n".join(lines) or "no tools; --tools FILE names some")
+
+
 def _stats(session: Session, rest: str) -> None:
     session.screen.note(f"{session.partner.description}\nlast answer: {session.figures or 'none yet'}")
 
@@ -134,6 +140,7 @@ ORDERS = {
     "/retry": Order("/retry", "answer the last question again", _retry),
     "/undo": Order("/undo", "take the last question and its answer back", _undo),
     "/params": Order("/params [NAME=VALUE ...]", "show or set sampling parameters; NAME= is the default", _params),
+    "/tools": Order("/tools", "list the tools that the model may call", _tools),
     "/show": Order("/show", "show the conversation", _show),
     "/stats": Order("/stats", "show the model, and sizes and speed of the last answer", _stats),
     "/save": Order("/save FILE", "write the conversation to a file, as a line for `gapless run`", _save),

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gapless.chat.reply import CallPart, ReplyEnd, ReplyPart
+from gapless.chat.tool_file import ToolList
 from gapless.errors import ConfigError, InvalidRequest, ServerUnreachable
 
 CONNECT_TIMEOUT_S = 10.0
@@ -43,9 +44,11 @@ class RemotePartner:
         length = self._card.get("max_model_len")
         return f"{self._card['id']} at {self._url}" + (f", context of {length} tokens" if length else "")
 
-    def answer(self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any]) -> Iterator[ReplyPart]:
+    def answer(
+        self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any], tools: ToolList
+    ) -> Iterator[ReplyPart]:
         body = {"model": self._card["id"], "messages": list(messages), **params}
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body |= {"stream": True, "stream_options": {"include_usage": True}} | ({"tools": list(tools)} if tools else {})
         reason, usage = None, dict[str, int]()
         with self._asked("POST", "/v1/chat/completions", body) as response:
             for event in _events(response):

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gapless.chat.tool_file import ToolList
+
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
@@ -46,13 +48,15 @@ class Partner(Protocol):
     def description(self) -> str:
         """Model, place and context length, for people."""
 
-    def answer(self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any]) -> Iterator[ReplyPart]:
+    def answer(
+        self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any], tools: ToolList
+    ) -> Iterator[ReplyPart]:
         """The parts of an answer. Closing the iterator ends it. Raises GaplessError."""
 
     def close(self) -> None: ...
 
 
-class Reply:
+class HeardReply:
     """One answer so far."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,9 @@ from gapless.chat import orders
 from gapless.chat.dialogue import Dialogue
 from gapless.chat.interrupts import Interrupts, Stopped
 from gapless.chat.lines import LineSource, read_message
-from gapless.chat.reply import Partner, Reply, ReplyPart
+from gapless.chat.reply import CallPart, HeardReply, Partner, ReplyPart
 from gapless.chat.screen import Screen
+from gapless.chat.tool_file import ToolList
 from gapless.core.params import SamplingParams
 from gapless.errors import EngineClosed, GaplessError, InvalidRequest, PromptTooLong
 
@@ -46,12 +47,19 @@ class Session:
     """One conversation with one partner."""
 
     def __init__(
-        self, partner: Partner, lines: LineSource, screen: Screen, dialogue: Dialogue, params: dict[str, Any]
+        self,
+        partner: Partner,
+        lines: LineSource,
+        screen: Screen,
+        dialogue: Dialogue,
+        params: dict[str, Any],
+        tools: ToolList = (),
     ) -> None:
         self.partner = partner
         self.screen = screen
         self.dialogue = dialogue
         self.params = params
+        self.tools = tools
         self.figures: AnswerFigures | None = None
         self.num_errors = 0
         self._lines = lines
@@ -75,22 +83,45 @@ class Session:
         self._is_over = True
 
     def answer(self) -> None:
-        """Have the last message answered. Raises GaplessError, and Stopped; a question without answer is taken back."""
-        reply = Reply()
+        """Have the last message answered, and tools used on the way. Raises GaplessError.
+
+        A question that cannot be answered is taken back.
+        """
+        try:
+            while calls := self._hear():
+                self._give_results(calls)
+        except (GaplessError, Stopped):
+            self.screen.close_line()
+            self.dialogue.take_back_question()
+            raise
+
+    def _hear(self) -> list[CallPart]:
+        """Show an answer and remember it; returns its tool calls."""
+        reply = HeardReply()
         try:
             self._listen(reply)
         except Stopped:
             self._stop(reply)
-            return
-        except GaplessError:
-            self.screen.close_line()
-            self.dialogue.take_back_question()
-            raise
-        self.dialogue.add(reply.message())
-        if reply.end is not None and reply.end.reason == "length":
+            return []
+        was_cut = reply.end is not None and reply.end.reason == "length"
+        if was_cut and reply.calls:
+            raise InvalidRequest("the answer was cut in a tool call; raise max_tokens")
+        if was_cut:
             self.screen.note("(cut: the answer reached max_tokens, or the end of the context)")
+        self.dialogue.add(reply.message())
+        return reply.calls
 
-    def _stop(self, reply: Reply) -> None:
+    def _give_results(self, calls: Sequence[CallPart]) -> None:
+        """Ask the user what each call returns. Raises Stopped, which takes the question back."""
+        for call in calls:
+            with self._interrupts.stoppable():
+                result = read_message(self._lines, f"result of {call.name}> ")
+            if result is None:
+                self.leave()
+                raise InvalidRequest(f"the input ended before the result of {call.name}")
+            self.dialogue.add({"role": "tool", "tool_call_id": call.id, "content": result})
+
+    def _stop(self, reply: HeardReply) -> None:
         """Keep what was said so far; a question of which nothing was answered is as if it had not been asked."""
         self.screen.close_line()
         if reply.text:
@@ -126,7 +157,7 @@ class Session:
         self.dialogue.add({"role": "user", "content": message.removeprefix("/")})
         self.answer()
 
-    def _listen(self, reply: Reply) -> None:
+    def _listen(self, reply: HeardReply) -> None:
         begun = time.perf_counter()
         first = None
         with self._interrupts.stoppable(), contextlib.closing(self._parts()) as parts:
@@ -141,7 +172,7 @@ class Session:
         self.figures = AnswerFigures(*sizes, (first or now) - begun, now - begun)
 
     def _parts(self) -> Generator[ReplyPart]:
-        yield from self.partner.answer(self.dialogue.messages, self.params)
+        yield from self.partner.answer(self.dialogue.messages, self.params, self.tools)
 
 
 def check_params(params: dict[str, Any]) -> None:

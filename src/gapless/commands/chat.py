@@ -15,6 +15,7 @@ from gapless.chat.orders import NAMES
 from gapless.chat.reply import Partner
 from gapless.chat.screen import Screen
 from gapless.chat.session import Session, check_params
+from gapless.chat.tool_file import ToolList, read_tools
 from gapless.commands import EXIT_FAILED
 from gapless.config import EngineOptions, api_key, state_dir, wants_colour
 from gapless.errors import ConfigError
@@ -28,9 +29,12 @@ def chat(args: argparse.Namespace, options: EngineOptions, params: dict[str, Any
     dialogue.system = args.system if args.system is not None else dialogue.system
     chosen = {"temperature": TEMPERATURE, **kept, **params}
     check_params(chosen)
+    tools = read_tools(args.tools) if args.tools is not None else ()
+    if tools and args.url is None:
+        raise ConfigError("--tools needs --url: calls of a model in this process are not read")
     partner = _partner(args, options)
     try:
-        return _talk(partner, args, dialogue, chosen)
+        return _talk(partner, args, dialogue, chosen, tools)
     finally:
         partner.close()
 
@@ -53,14 +57,16 @@ def _partner(args: argparse.Namespace, options: EngineOptions) -> Partner:
     return RemotePartner(args.url, args.api_key or api_key(), args.served_model)
 
 
-def _talk(partner: Partner, args: argparse.Namespace, dialogue: Dialogue, params: dict[str, Any]) -> int:
+def _talk(
+    partner: Partner, args: argparse.Namespace, dialogue: Dialogue, params: dict[str, Any], tools: ToolList = ()
+) -> int:
     screen = Screen(colour=wants_colour())
     if not sys.stdin.isatty():
-        session = Session(partner, PipedLines(), screen, dialogue, params)
+        session = Session(partner, PipedLines(), screen, dialogue, params, tools)
         session.run(stoppable=False)
         return EXIT_FAILED if session.num_errors else 0
     lines = TypedLines(NAMES, _history(args))
-    session = Session(partner, lines, screen, dialogue, params)
+    session = Session(partner, lines, screen, dialogue, params, tools)
     screen.note(f"Gapless {__version__}: {partner.description}")
     screen.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
     try:

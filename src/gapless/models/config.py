@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gapless.errors import CorruptModel, UnsupportedModel
 from gapless.models.names import HF_NAMES, WeightNames
+from gapless.models.rope_config import RopeConfig
 from gapless.models.spec import AttentionSpec, Feature, LayerSpec, NormSpec, layer_features
 
 _MAX_LAYERS = 10_000  # a damaged count must not make us list weights for ever
@@ -28,6 +29,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()  # all of them in the vocabulary
     names: WeightNames = HF_NAMES
     embedding_scale: float = 1.0
+    learned_positions: bool = False  # each position has a row of a table, which is added to the embedding
+    logit_scale: float = 1.0  # part of the last norm's weights as they are computed with
     logit_soft_cap: float | None = None  # logits become cap * tanh(logit / cap)
 
     def __post_init__(self) -> None:
@@ -51,6 +54,8 @@ class ModelConfig:
             yield Feature.MIXED_SIZES
         if self.embedding_scale != 1.0:
             yield Feature.EMBEDDING_SCALE
+        if self.learned_positions:
+            yield Feature.POSITIONS
         if self.logit_soft_cap is not None:
             yield Feature.LOGIT_CAP
 
@@ -95,6 +100,14 @@ def _check_attention(spec: AttentionSpec) -> None:
         raise CorruptModel(f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads")
     if spec.head_dim % 2:
         raise CorruptModel(f"head_dim {spec.head_dim} is odd: the halves of a head cannot be rotated")
-    factors, num_pairs = spec.rope.freq_factors if spec.rope else None, spec.head_dim // 2
-    if factors is not None and len(factors) != num_pairs:
-        raise CorruptModel(f"rope_freqs.weight has {len(factors)} values, the head has {num_pairs} pairs")
+    if spec.rope is not None:
+        _check_rope(spec.rope, spec.head_dim)
+
+
+def _check_rope(rope: RopeConfig, head_dim: int) -> None:
+    width = rope.width or head_dim
+    if width % 2 or not 0 < width <= head_dim:
+        raise CorruptModel(f"{width} of the {head_dim} numbers of a head cannot be rotated in pairs")
+    for factors in (rope.freq_factors, rope.long_factors):
+        if factors is not None and len(factors) != width // 2:
+            raise CorruptModel(f"rope has {len(factors)} factors of frequencies, the head has {width // 2} pairs")

@@ -8,26 +8,24 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 
-import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gapless.models.config import ModelConfig
-from gapless.models.layers import PLAIN, GatedWeights, Hidden, Layers, Norm
-from gapless.models.names import WeightNames
+from gapless.models.layers import PLAIN, Hidden, Layers
+from gapless.models.reader import LayerReader, ReadWeight, read_last_norm
 from gapless.models.rope import RotaryRotation, RotaryTable
-from gapless.models.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
-from gapless.models.weight import Weight, stacked
+from gapless.models.spec import AttentionSpec, LayerSpec
 
 # attend(layer, heads, rotation) rotates q and k, stores k and v, and returns attention [n, num_heads * head_dim].
 # heads is [n, num_heads + 2 * num_kv_heads, head_dim]: q, k and v side by side.
 AttendLayer = Callable[[int, Tensor, RotaryRotation], Tensor]
-ReadWeight = Callable[[str], Weight]  # by its name in a Hugging Face checkpoint, on the device, in the dtype
 
 
 class CausalLM:
     """To be called under torch.inference_mode."""
 
-    __slots__ = ("config", "embed", "head", "layers", "norm", "rotary")
+    __slots__ = ("config", "embed", "head", "layers", "norm", "places", "rotary")
 
     def __init__(
         self,
@@ -45,16 +43,16 @@ class CausalLM:
         names = config.names
         table = read(f"{names.embedding}.weight")
         self.embed = layers.embed(table, config.embedding_scale)
+        self.places = read(f"{names.positions}.weight").dense() if config.learned_positions else None
         ropes = list(dict.fromkeys(spec.rope for spec in config.attention_specs()))
         self.layers = [
-            DecoderLayer(spec, index, ropes.index(spec.attention.rope), LayerReader(names, index, read), layers)
+            DecoderLayer(spec, index, ropes.index(spec.attention.rope), LayerReader(names, index, spec, read), layers)
             for index, spec in enumerate(config.layers)
         ]
-        last_norm = read(f"{names.last_norm}.weight").dense()
-        self.norm = layers.norm(make_norm(last_norm, config.last_norm))
+        self.norm = layers.norm(read_last_norm(config, read))
         self.head = layers.linear(table if config.tie_embeddings else read(f"{names.head}.weight"))
         num_positions = max_positions or config.max_position_embeddings
-        where = last_norm.dtype, last_norm.device  # a matrix may be stored in a different dtype
+        where = table.dense().dtype, table.dense().device
         self.rotary = [RotaryTable(rope, config.head_dim, num_positions, *where) for rope in ropes]
 
     @property
@@ -64,6 +62,8 @@ class CausalLM:
     def forward(self, token_ids: Tensor, positions: Tensor, attend: AttendLayer) -> Tensor:
         """token_ids [n] int32 or int64, positions [n] int64 -> hidden [n, hidden_size]."""
         hidden = self.embed(token_ids)
+        if self.places is not None:
+            hidden = Hidden(hidden.values + F.embedding(positions, self.places))
         # on a GPU launched as usual, which attention counts on (kernels/launch)
         turns = [table.at(positions) for table in self.rotary]
         for layer in self.layers:
@@ -88,78 +88,42 @@ class CausalLM:
 
 
 class DecoderLayer:
-    """Attention, then the MLP, each added to the stream."""
+    """Attention and the MLP, each added to the stream."""
 
-    __slots__ = ("down", "eps", "gate_up", "head_norm", "index", "out", "qkv", "rope", "sinks", "view")
+    __slots__ = ("down", "gate_up", "head_norm", "index", "out", "qkv", "rope", "sinks", "spec", "view")
 
-    def __init__(self, spec: LayerSpec, index: int, rope: int, weights: "LayerReader", make: Layers) -> None:
+    def __init__(self, spec: LayerSpec, index: int, rope: int, weights: LayerReader, make: Layers) -> None:
         """rope: which of the tables."""
-        attention, names = spec.attention, weights.names
-        self.index, self.rope, self.eps = index, rope, spec.norm.eps
+        attention = spec.attention
+        self.spec, self.index, self.rope = spec, index, rope
         self.view = (-1, attention.num_heads + 2 * attention.num_kv_heads, attention.head_dim)
-        self.head_norm = weights.head_norm(spec) if attention.head_norm else None
-        self.sinks = weights.sinks() if attention.sinks else None
-        self.qkv = make.norm_linear(weights.norm_before(names.attention_norm, spec.norm), *weights.qkv(attention))
-        out = weights.linear(names.o, attention.output_bias)
-        self.out = make.add_linear(*out, weights.norm_after(names.attention_norm_after, spec.norm))
-        self.gate_up = make.norm_gated(weights.norm_before(names.mlp_norm, spec.norm), weights.gate(spec.mlp))
-        down = weights.linear(names.down, spec.mlp.bias)
-        self.down = make.add_linear(*down, weights.norm_after(names.mlp_norm_after, spec.norm))
+        self.head_norm, self.sinks = weights.head_norm(), weights.sinks()
+        before, after = weights.norms_before(), weights.norms_after()
+        self.qkv = make.norm_linear(before[0], *weights.qkv())
+        self.out = make.add_linear(*weights.out(), after[0])
+        self.gate_up = make.norm_gated(before[1], weights.gate())
+        self.down = make.add_linear(*weights.down(), after[1])
 
     def __call__(self, hidden: Hidden, turns: Sequence[Tensor], attend: AttendLayer) -> Hidden:
-        heads = self.qkv(hidden).view(self.view)
-        rotation = RotaryRotation(turns[self.rope], self.head_norm, self.eps, self.sinks)
+        inner = self.gate_up(hidden) if self.spec.parallel else None
+        heads, norm = self.qkv(hidden).view(self.view), self.head_norm
+        if norm is not None and self.spec.attention.head_norm != "each":
+            normalize_heads(heads, self.spec.attention, norm, self.spec.norm.eps)
+            norm = None
+        rotation = RotaryRotation(turns[self.rope], norm, self.spec.norm.eps, self.sinks)
         hidden = self.out(attend(self.index, heads, rotation), hidden)
-        return self.down(self.gate_up(hidden), hidden)
+        return self.down(self.gate_up(hidden) if inner is None else inner, hidden)
 
 
-class LayerReader:
-    """The weights of one layer, by their roles."""
+def normalize_heads(heads: Tensor, spec: AttentionSpec, weight: Tensor, eps: float) -> None:
+    """Norms of queries and keys that attention does not know, in place.
 
-    __slots__ = ("_index", "_read", "names")
-
-    def __init__(self, names: WeightNames, index: int, read: ReadWeight) -> None:
-        self.names, self._index, self._read = names, index, read
-
-    def weight(self, name: str) -> Weight:
-        return self._read(f"{self.names.of_layer(self._index, name)}.weight")
-
-    def bias(self, name: str, has_bias: bool) -> Tensor | None:
-        return self._read(f"{self.names.of_layer(self._index, name)}.bias").dense() if has_bias else None
-
-    def linear(self, name: str, has_bias: bool) -> tuple[Weight, Tensor | None]:
-        return self.weight(name), self.bias(name, has_bias)
-
-    def qkv(self, spec: AttentionSpec) -> tuple[Weight, Tensor | None]:
-        """q, k and v below each other."""
-        names = (self.names.q, self.names.k, self.names.v)
-        weight = stacked([self.weight(name) for name in names])
-        biases = [bias for name in names if (bias := self.bias(name, spec.qkv_bias)) is not None]
-        return weight, torch.cat(biases) if biases else None
-
-    def gate(self, spec: MlpSpec) -> GatedWeights:
-        gate, up = self.names.gate, self.names.up
-        biases = self.bias(gate, spec.bias), self.bias(up, spec.bias)
-        return GatedWeights(self.weight(gate), self.weight(up), *biases, spec.activation)
-
-    def norm(self, name: str, spec: NormSpec) -> Norm:
-        return make_norm(self.weight(name).dense(), spec)
-
-    def norm_before(self, name: str, spec: NormSpec) -> Norm | None:
-        return self.norm(name, spec) if spec.is_before else None
-
-    def norm_after(self, name: str, spec: NormSpec) -> Norm | None:
-        return self.norm(name, spec) if spec.is_after else None
-
-    def head_norm(self, spec: LayerSpec) -> Tensor:
-        """Weights of the q and k norms, repeated for each head: [num_heads + num_kv_heads, head_dim]."""
-        q, k = (self.norm(name, spec.norm).weight for name in (self.names.q_norm, self.names.k_norm))
-        return torch.cat((q.expand(spec.attention.num_heads, -1), k.expand(spec.attention.num_kv_heads, -1)))
-
-    def sinks(self) -> Tensor:
-        return self._read(self.names.of_layer(self._index, self.names.sinks)).dense()
-
-
-def make_norm(weight: Tensor, spec: NormSpec) -> Norm:
-    """The norm as it is computed: with the offset in its weight."""
-    return Norm((weight.float() + spec.offset).to(weight.dtype) if spec.offset else weight, spec.eps)
+    heads [n, num_heads + 2 * num_kv_heads, head_dim], weight [num_heads + num_kv_heads, head_dim].
+    """
+    both = heads[:, : len(weight)]
+    if spec.head_norm == "layer":
+        both.copy_(F.layer_norm(both, both.shape[-1:], eps=eps) * weight)
+        return
+    sizes = (spec.num_heads, spec.num_kv_heads)
+    for part, of_part in zip(both.split_with_sizes(sizes, 1), weight.split_with_sizes(sizes), strict=True):
+        part.copy_(F.rms_norm(part, part.shape[1:], of_part, eps))

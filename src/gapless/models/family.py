@@ -1,19 +1,28 @@
-"""The definition of a family, and the keys of config.json and of GGUF metadata that mean the same in all families.
+"""The definition of a family, and the keys of config.json that mean the same in all families.
 
 Refuses what would be computed wrongly without an error. Knows no weights and no torch.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gapless.errors import CorruptModel, UnsupportedModel
-from gapless.models.config import ModelConfig, repeated
-from gapless.models.files import INT32_MAX, shown
-from gapless.models.gguf_file import GGUFFile
+from gapless.models.config import ModelConfig, check_num_layers, repeated
+from gapless.models.files import shown
 from gapless.models.keys import Keys
-from gapless.models.rope_config import gguf_rope, hf_rope
-from gapless.models.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from gapless.models.names import GGUF_NAMES, WeightNames
+from gapless.models.rope_config import hf_rope
+from gapless.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, NormSpec
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +30,8 @@ class GGUFForm:
     """How GGUF files hold a family."""
 
     architecture: str  # general.architecture
-    has_pairs: bool = False  # rows of q and k that are rotated together lie side by side, not half a head apart
+    names: WeightNames = GGUF_NAMES
+    keys: Mapping[str, str] = field(default_factory=dict)  # of config.json: their names in the metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,48 +41,101 @@ class Family:
     architecture: str  # in `architectures` of a config.json
     model_type: str  # in its `model_type`
     from_hf: Callable[[Keys], ModelConfig]  # end tokens aside
-    gguf: GGUFForm | None = None  # None: there are no GGUF files of this family
-
-
-def hf_model(keys: Keys, architecture: str, layer: LayerSpec, **more: Any) -> ModelConfig:
-    """A model whose layers are alike; `more` are fields of the config that differ from their defaults."""
-    refuse_quantized(keys)
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=keys.size("vocab_size"),
-        hidden_size=keys.size("hidden_size"),
-        layers=repeated(layer, keys.size("num_hidden_layers")),
-        last_norm=hf_norm(keys),
-        max_position_embeddings=keys.size("max_position_embeddings"),
-        tie_embeddings=keys.flag("tie_word_embeddings"),
-        **more,
+    gguf: GGUFForm | None = (
+        None  # None: there are no GGUF files of this family, or they are called like a different one
     )
+    models: str = ""  # names by which people know them
+
+
+def hf_model(keys: Keys, architecture: str, layers: LayerSpec | Sequence[LayerSpec], **more: Any) -> ModelConfig:
+    """A model of these layers, or of one that is repeated; `more` are fields of the config that differ from others'.
+
+    The last norm is like that of the layers, unless it is one of them.
+    """
+    refuse_quantized(keys)
+    if isinstance(layers, LayerSpec):
+        layers = repeated(layers, keys.size("num_hidden_layers"))
+    fields: dict[str, Any] = {
+        "architecture": architecture,
+        "vocab_size": keys.size("vocab_size"),
+        "hidden_size": keys.size("hidden_size"),
+        "layers": tuple(layers),
+        "last_norm": replace(layers[0].norm, place="before"),
+        "max_position_embeddings": keys.size("max_position_embeddings"),
+        "tie_embeddings": keys.flag("tie_word_embeddings"),
+    }
+    return ModelConfig(**fields | more)
+
+
+def hf_head_dim(keys: Keys, default: int | None = None) -> int:
+    """default: where the config has none, instead of hidden_size / num_heads."""
+    return keys.size("head_dim", default or keys.size("hidden_size") // keys.size("num_attention_heads") or 1)
 
 
 def hf_attention(keys: Keys, *, head_dim: int | None = None, **more: Any) -> AttentionSpec:
-    """Attention to the whole context; head_dim: where the config has none, instead of hidden_size / num_heads."""
-    num_heads = keys.size("num_attention_heads")
-    head_dim = keys.size("head_dim", head_dim or keys.size("hidden_size") // num_heads)
-    return AttentionSpec(
-        num_heads=num_heads,
-        num_kv_heads=keys.size("num_key_value_heads", num_heads),
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        rope=hf_rope(keys),
-        **more,
-    )
+    """Attention to the whole context. head_dim: see `hf_head_dim`; `more` are fields that differ from others'."""
+    num_heads, head_dim = keys.size("num_attention_heads"), hf_head_dim(keys, head_dim)
+    if "rope" not in more:
+        more["rope"] = hf_rope(keys, head_dim)
+    fields: dict[str, Any] = {
+        "num_heads": num_heads,
+        "num_kv_heads": keys.size("num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+    }
+    return AttentionSpec(**fields | more)
 
 
-def hf_mlp(keys: Keys, *, bias: bool = False) -> MlpSpec:
-    """The gated one."""
-    activation = keys.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"hidden_act {shown(activation)} is not supported; Gapless has silu only")
-    return MlpSpec(keys.size("intermediate_size"), bias=bias)
+def hf_mlp(keys: Keys, *, key: str = "hidden_act", default: str = "silu", **more: Any) -> MlpSpec:
+    """The gated one, unless `more` says otherwise. key, default: of the activation."""
+    name = keys.string(key, default)
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(f"{key} {shown(name)} is not supported; Gapless has {', '.join(ACTIVATIONS)}")
+    return MlpSpec(keys.size("intermediate_size"), **{"activation": ACTIVATIONS[name]} | more)
 
 
-def hf_norm(keys: Keys) -> NormSpec:
-    return NormSpec(keys.number("rms_norm_eps", 1e-6))
+def hf_norm(keys: Keys, *, default: float = 1e-6, **more: Any) -> NormSpec:
+    """RMS norms; default: their epsilon."""
+    return NormSpec(keys.number("rms_norm_eps", default), **more)
+
+
+def hf_layer_norm(keys: Keys, key: str = "layer_norm_eps", *, bias: bool = True) -> NormSpec:
+    return NormSpec(keys.number(key, 1e-5), kind="layer", bias=bias)
+
+
+def hf_windows(
+    keys: Keys,
+    *,
+    default: int | None = 4096,
+    always: bool = False,
+    is_local: Callable[[int], bool] = lambda layer: True,
+) -> list[int | None]:
+    """The window of each layer; None: it sees the whole context. A window as long as the context is none.
+
+    default: the window where the config has no key for it. always: it counts even without use_sliding_window.
+    is_local: which layers have it where the config does not list them.
+    """
+    num_layers = keys.size("num_hidden_layers")
+    check_num_layers(num_layers)
+    kinds = keys.strings("layer_types")
+    if kinds and len(kinds) != num_layers:
+        raise CorruptModel(f"{keys.where}: layer_types lists {len(kinds)} layers, num_hidden_layers is {num_layers}")
+    if other := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModel(f"layer_types {shown(sorted(other))} are not supported")
+    in_use = (always or keys.flag("use_sliding_window")) and not keys.is_null("sliding_window")
+    window = keys.size("sliding_window", default) if in_use and (default or keys.get("sliding_window")) else None
+    if window is None and "sliding_attention" in kinds:
+        raise UnsupportedModel("layer_types has sliding_attention, but there is no sliding_window in use")
+    if window is None or window >= keys.size("max_position_embeddings"):
+        return [None] * num_layers
+    local = [kind == "sliding_attention" for kind in kinds] or [is_local(layer) for layer in range(num_layers)]
+    return [window if is_here else None for is_here in local]
+
+
+def windowed(layer: LayerSpec, windows: Sequence[int | None]) -> list[LayerSpec]:
+    """Layers that are alike but for their windows."""
+    kinds = {window: replace(layer, attention=replace(layer.attention, window=window)) for window in set(windows)}
+    return [kinds[window] for window in windows]
 
 
 def refuse_quantized(keys: Keys) -> None:
@@ -82,68 +145,3 @@ def refuse_quantized(keys: Keys) -> None:
         raise UnsupportedModel(
             f"quantization_config ({shown(method)}) is not supported; use the unquantized model or a GGUF"
         )
-
-
-def refuse_windows(keys: Keys, *, always: bool = False) -> None:
-    """Refuse a sliding window shorter than the context; always: it counts even without use_sliding_window."""
-    in_use = (always or keys.flag("use_sliding_window")) and keys.raw.get("sliding_window", 4096) is not None
-    if in_use and (window := keys.size("sliding_window", 4096)) < keys.size("max_position_embeddings"):
-        raise UnsupportedModel(f"sliding_window {window} is not supported; Gapless attends to the whole context")
-    kinds = set(keys.strings("layer_types"))
-    if kinds - {"full_attention"}:
-        raise UnsupportedModel(f"layer_types {shown(sorted(kinds))}: only full_attention is supported")
-
-
-def gguf_model(file: GGUFFile, keys: Keys, architecture: str) -> ModelConfig:
-    """Biases, norms of heads and tied embeddings show by which tensors there are."""
-    hidden_size, tensors = keys.size("embedding_length"), file.tensors
-    attention = _gguf_attention(file, keys, hidden_size)
-    mlp = MlpSpec(keys.size("feed_forward_length"), bias="blk.0.ffn_gate.bias" in tensors)
-    norm = NormSpec(keys.number("attention.layer_norm_rms_epsilon"))
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=_gguf_vocab_size(file),
-        hidden_size=hidden_size,
-        layers=repeated(LayerSpec(attention, mlp, norm), keys.size("block_count")),
-        last_norm=norm,
-        max_position_embeddings=keys.size("context_length"),
-        tie_embeddings="output.weight" not in tensors,
-    )
-
-
-def _gguf_attention(file: GGUFFile, keys: Keys, hidden_size: int) -> AttentionSpec:
-    num_heads, tensors = keys.size("attention.head_count"), file.tensors
-    head_dim = keys.size("attention.key_length", hidden_size // num_heads)
-    _refuse_gguf_features(keys, head_dim)
-    return AttentionSpec(
-        num_heads=num_heads,
-        num_kv_heads=keys.size("attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        rope=gguf_rope(file, keys),
-        qkv_bias="blk.0.attn_q.bias" in tensors,
-        output_bias="blk.0.attn_output.bias" in tensors,
-        head_norm="blk.0.attn_q_norm.weight" in tensors,
-    )
-
-
-def _refuse_gguf_features(keys: Keys, head_dim: int) -> None:
-    if keys.size("rope.dimension_count", head_dim) != head_dim:
-        raise UnsupportedModel(f"{keys.where}: rope over a part of the head is not supported")
-    if keys.size("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModel(f"{keys.where}: values whose size differs from that of keys are not supported")
-    if keys.get("expert_count"):
-        raise UnsupportedModel(f"{keys.where}: mixture of experts is not supported")
-    context_length = keys.size("context_length")
-    if keys.get("attention.sliding_window") and keys.size("attention.sliding_window") < context_length:
-        raise UnsupportedModel(f"{keys.where}: sliding_window is not supported; Gapless attends to the whole context")
-
-
-def _gguf_vocab_size(file: GGUFFile) -> int:
-    name = "token_embd.weight"
-    if name not in file.tensors:
-        raise CorruptModel(f"{file.path}: the tensor {name} is missing")
-    shape = file.tensors[name].shape
-    if len(shape) != 2 or not 0 < shape[0] <= INT32_MAX:
-        raise CorruptModel(f"{file.path}: tensor {name} has shape {shape}, which is not a table of tokens")
-    return shape[0]

@@ -59,6 +59,7 @@ class InvariantLayers:
 
     def norm_gated(self, norm: Norm | None, gate: GatedWeights) -> Callable[[Hidden], Tensor]:
         assert norm is not None
+        assert gate.gate is not None
         bias = None if gate.gate_bias is None or gate.up_bias is None else torch.cat((gate.gate_bias, gate.up_bias))
         return self._normed(norm, torch.cat((gate.gate.dense(), gate.up.dense())), bias, gated=True)
 

@@ -13,12 +13,23 @@ _FLOAT32_MAX = 3.4e38
 class Keys:
     """One mapping. A key whose value is null counts as missing."""
 
-    def __init__(self, raw: Mapping[str, Any], where: str | Path, prefix: str = "") -> None:
-        self.raw, self.where, self.prefix = raw, where, prefix
+    def __init__(
+        self, raw: Mapping[str, Any], where: str | Path, prefix: str = "", names: Mapping[str, str] | None = None
+    ) -> None:
+        """prefix: of all keys of the mapping; names: how those are called there whose name differs."""
+        self.raw, self.where, self._prefix, self._names = raw, where, prefix, names or {}
+
+    def full(self, key: str) -> str:
+        """The name of a key in the mapping."""
+        return self._prefix + self._names.get(key, key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        value = self.raw.get(self.prefix + key)
+        value = self.raw.get(self.full(key))
         return default if value is None else value
+
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there and says that there is nothing."""
+        return self.full(key) in self.raw and self.raw[self.full(key)] is None
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         value = self.get(key, {})
@@ -47,10 +58,19 @@ class Keys:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
         if value is None:
-            raise CorruptModel(f"{self.where}: the key {self.prefix}{key} is missing")
+            raise CorruptModel(f"{self.where}: the key {self.full(key)} is missing")
         if type(value) not in (int, float) or not 0 < value < _FLOAT32_MAX:
             raise self.wrong(key, "a positive number", value)
         return float(value)
+
+    def numbers(self, key: str) -> list[float]:
+        value = self.get(key)
+        if not isinstance(value, list) or not value:
+            raise self.wrong(key, "a list of numbers")
+        for item in value:
+            if type(item) not in (int, float) or not 0 < item < _FLOAT32_MAX:
+                raise self.wrong(key, "a list of positive numbers")
+        return [float(item) for item in value]
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.number(key, default)
@@ -58,6 +78,10 @@ class Keys:
             raise self.wrong(key, f"a whole number up to {INT32_MAX}", value)
         return int(value)
 
+    def count(self, key: str, default: int) -> int:
+        """A size that may be 0."""
+        return 0 if type(self.get(key)) is int and self.get(key) == 0 else self.size(key, default)
+
     def wrong(self, key: str, expected: str, value: object = None) -> CorruptModel:
         found = self.get(key, value)
-        return CorruptModel(f"{self.where}: {self.prefix}{key} is {shown(found)}, not {expected}")
+        return CorruptModel(f"{self.where}: {self.full(key)} is {shown(found)}, not {expected}")

@@ -45,7 +45,7 @@ class Layers(Protocol):
         """The product of the stream, normalized where there is a norm."""
 
     def norm_gated(self, norm: Norm | None, gate: GatedWeights) -> Callable[[Hidden], Tensor]:
-        """activation(gate) * up of the stream, normalized where there is a norm."""
+        """activation(gate) * up of the stream, normalized where there is a norm; without a gate activation(up)."""
 
     def add_linear(
         self, weight: Weight, bias: Tensor | None, norm: Norm | None = None
@@ -61,17 +61,27 @@ class Layers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A root-mean-square norm."""
+    """A root-mean-square norm, or a layer norm."""
 
     weight: Tensor
     eps: float
+    bias: Tensor | None = None
+    kind: str = "rms"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        shape, weight = self.weight.shape, self.weight
+        if weight.dtype != x.dtype:  # float32, to be exact
+            return F.rms_norm(x.float(), shape, weight, self.eps).to(x.dtype)
+        if self.kind == "layer":
+            return F.layer_norm(x, shape, weight, self.bias, self.eps)
+        return F.rms_norm(x, shape, weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedWeights:
-    """The two products of a gated layer."""
+    """The first products of an MLP."""
 
-    gate: Weight
+    gate: Weight | None  # None: there is only `up`
     up: Weight
     gate_bias: Tensor | None
     up_bias: Tensor | None
@@ -83,7 +93,7 @@ class PlainLayers:
 
     @staticmethod
     def why_not(config: ModelConfig) -> str | None:
-        missing = lacking(config.features(), set(Feature) - {Feature.LAYER_NORM, Feature.PLAIN_MLP, Feature.EXPERTS})
+        missing = lacking(config.features(), set(Feature) - {Feature.EXPERTS})
         return None if missing is None else f"its layers have no {missing}"
 
     def embed(self, table: Weight, scale: float = 1.0) -> Callable[[Tensor], Hidden]:
@@ -94,12 +104,14 @@ class PlainLayers:
         return lambda token_ids: Hidden(F.embedding(token_ids, rows) * factor)
 
     def norm(self, norm: Norm) -> Callable[[Hidden], Tensor]:
-        return lambda hidden: rms_norm(hidden.values, norm)
+        return lambda hidden: norm(hidden.values)
 
     def norm_linear(self, norm: Norm | None, weight: Weight, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
         return _after_norm(norm, weight.scheme.linear(weight, bias))
 
     def norm_gated(self, norm: Norm | None, gate: GatedWeights) -> Callable[[Hidden], Tensor]:
+        if gate.gate is None:
+            return _after_norm(norm, gate.up.scheme.activated(gate.up, gate.up_bias, gate.activation))
         biases = gate.gate_bias, gate.up_bias
         scheme = shared_scheme((gate.gate, gate.up))
         return _after_norm(norm, scheme.gated(gate.gate, gate.up, biases, gate.activation))
@@ -110,7 +122,7 @@ class PlainLayers:
         product = weight.scheme.linear(weight, bias)
         if norm is None:
             return lambda x, hidden: Hidden(product.add(x, hidden.values))
-        return lambda x, hidden: Hidden(rms_norm(product(x), norm).add_(hidden.values))
+        return lambda x, hidden: Hidden(norm(product(x)).add_(hidden.values))
 
     def linear(self, weight: Weight) -> Callable[[Tensor], Tensor]:
         return weight.scheme.linear(weight, None)
@@ -132,8 +144,4 @@ class PlainNormed:
         self.norm, self.product = norm, product
 
     def __call__(self, hidden: Hidden) -> Tensor:
-        return self.product(rms_norm(hidden.values, self.norm))
-
-
-def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+        return self.product(self.norm(hidden.values))

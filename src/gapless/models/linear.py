@@ -27,12 +27,21 @@ class PlainScheme:
     def stacked(self, weights: Sequence[Weight]) -> Weight:
         return plain(torch.cat([weight.data for weight in weights]))
 
+    def rows(self, weight: Weight, places: Tensor) -> Weight:
+        return plain(weight.data[places.to(weight.data.device)])
+
+    def transposed(self, weight: Weight) -> Weight:
+        return plain(weight.data.t().contiguous())
+
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """A packed product keeps no reference to the weight."""
         return _LINEARS.get(_key(weight.data), PlainLinear)(weight.data, bias)
 
     def gated(self, gate: Weight, up: Weight, biases: GateBiases, activation: str) -> GatedLinear:
         return _GATED.get(_key(gate.data), PlainGated)(gate.data, up.data, *biases, activation)
+
+    def activated(self, weight: Weight, bias: Tensor | None, activation: str) -> GatedLinear:
+        return _ACTIVATED.get(_key(weight.data), PlainActivated)(weight.data, bias, activation)
 
 
 PLAIN_SCHEME = PlainScheme()
@@ -72,6 +81,16 @@ class PlainGated:
         return self.activate(gate).mul_(up)
 
 
+class PlainActivated:
+    __slots__ = ("activate", "product")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+        self.activate, self.product = ACTIVATIONS[activation], PlainLinear(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.activate(self.product(x))
+
+
 class PackedLinear:
     __slots__ = ("bias", "packed")
 
@@ -105,6 +124,20 @@ class PackedGated:
         return gated
 
 
+class PackedActivated:
+    """A product that ends in the activation."""
+
+    __slots__ = ("algorithm", "post_op", "product")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+        self.product = PackedLinear(weight, bias)
+        self.post_op, self.algorithm = _POST_OPS[activation]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        found: Tensor = _product(x, self.product.packed, self.product.bias, self.post_op, [], self.algorithm)
+        return found
+
+
 def _key(weight: Tensor) -> tuple[str, torch.dtype]:
     return weight.device.type, weight.dtype
 
@@ -115,11 +148,16 @@ def _packable_dtypes() -> list[torch.dtype]:
     return [torch.float32, *([torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-_POST_OPS = {"silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}  # of oneDNN, and their algorithm
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+_POST_OPS = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}  # of oneDNN
 _PACKABLE = [("cpu", dtype) for dtype in _packable_dtypes()]
 _LINEARS: dict[tuple[str, torch.dtype], type[PackedLinear]] = dict.fromkeys(_PACKABLE, PackedLinear)
 _GATED: dict[tuple[str, torch.dtype], type[PackedGated]] = dict.fromkeys(_PACKABLE, PackedGated)
+_ACTIVATED: dict[tuple[str, torch.dtype], type[PackedActivated]] = dict.fromkeys(_PACKABLE, PackedActivated)
 if _PACKABLE:
     # The overloads, looked up once: picking one among them by argument costs microseconds a call.
     _product = torch.ops.mkldnn._linear_pointwise.default

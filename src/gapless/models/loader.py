@@ -4,6 +4,7 @@ Owns the order of loading. Knows no file format (`weights`), no family (`registr
 """
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Literal
 
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from gapless.errors import ConfigError, CorruptModel
 from gapless.models.config import ModelConfig
-from gapless.models.decoder import CausalLM, ReadWeight
+from gapless.models.decoder import CausalLM
 from gapless.models.files import read_object
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.layers import PLAIN, Layers
 from gapless.models.linear import plain
-from gapless.models.registry import family_of, gguf_config, hf_config
+from gapless.models.reader import ReadWeight
+from gapless.models.registry import gguf_config, hf_config
 from gapless.models.shapes import weight_shapes
 from gapless.models.source import ModelSource
 from gapless.models.weight import Weight
@@ -29,6 +31,11 @@ LoadFormat = Literal["auto", "dummy"]
 LoadProgress = Callable[[int, int], None]  # tensors read so far, of how many
 _MAX_NAMED = 5
 _CHECKED_AT_ONCE = 2**24
+# Tensors that some checkpoints have and no model reads: tables of frequencies, masks, and a head that is the embedding.
+_HARMLESS = re.compile(
+    r"inv_freq$|\battn\.(masked_)?bias$|\battention\.(masked_)?bias$"
+    r"|^(lm_head|embed_out|output)\.weight$|^rope_(freqs|factors_\w+)\.weight$"
+)
 
 
 def load_config(source: ModelSource) -> ModelConfig:
@@ -70,14 +77,13 @@ def open_weights(
 ) -> ReadWeight:
     """All weights are there and have the config's shapes; the function reads one by its name."""
     expected = weight_shapes(config)
-    weights = _open_source(source, config, expected, dtype, device, load_format, seed)
+    weights = _open_source(source, expected, dtype, device, load_format, seed)
     _check_shapes(weights, expected, source)
     return _Reader(weights, len(expected), dtype, device, progress, checks=load_format != "dummy")
 
 
 def _open_source(
     source: ModelSource,
-    config: ModelConfig,
     expected: Shapes,
     dtype: torch.dtype,
     device: torch.device,
@@ -87,9 +93,8 @@ def _open_source(
     if load_format == "dummy":
         return DummyWeights(expected, dtype, device, seed)
     if source.kind == "gguf":
-        form = family_of(config).gguf
-        return GGUFWeights(GGUFFile(source.path), config, has_pairs=form is not None and form.has_pairs)
-    return SafetensorsWeights(source.path)
+        return GGUFWeights(GGUFFile(source.path))
+    return SafetensorsWeights(source.path, first=next(iter(expected)))
 
 
 def _check_shapes(weights: Weights, expected: Shapes, source: ModelSource) -> None:
@@ -103,6 +108,12 @@ def _check_shapes(weights: Weights, expected: Shapes, source: ModelSource) -> No
                 f"{weights.origin(name)}: tensor {name} has shape {weights.shapes[name]}, the config says {shape}"
             )
     unused = [name for name in weights.shapes if name not in expected]
+    if extra := [name for name in unused if not _HARMLESS.search(name)]:
+        more = f" and {len(extra) - _MAX_NAMED} more" if len(extra) > _MAX_NAMED else ""
+        raise CorruptModel(
+            f"{weights.origin(extra[0])}: the model that the config describes has no tensor "
+            f"{', '.join(extra[:_MAX_NAMED])}{more}"
+        )
     if unused:
         logger.debug("%s: %d unused tensors: %s", source.path, len(unused), ", ".join(unused[:_MAX_NAMED]))
 
@@ -121,19 +132,20 @@ class _Reader:
         checks: bool,
     ) -> None:
         self._weights, self._dtype, self._device, self._progress = weights, dtype, device, progress
-        self._num_read, self._num_total = 0, num_total
+        self._seen: set[str] = set()  # a weight may be read twice
+        self._num_total = num_total
         self._checks = checks
         self._sums: dict[str, Tensor] = {}  # [] on the device; finite only if every value is
 
     def __call__(self, name: str) -> Weight:
         tensor = self._weights.read(name).to(device=self._device, dtype=self._dtype)
-        self._num_read += 1
+        self._seen.add(name)
         if self._checks:
             self._sums[name] = tensor.sum()
-            if self._num_read == self._num_total:
+            if len(self._seen) == self._num_total:
                 self._check_values()
         if self._progress is not None:
-            self._progress(self._num_read, self._num_total)
+            self._progress(len(self._seen), self._num_total)
         return plain(tensor)
 
     def _check_values(self) -> None:

@@ -1,23 +1,21 @@
-"""Names of weights by their role, in a Hugging Face checkpoint and in a GGUF file.
+"""Names of weights by their role, and how those of a layer are stored, in a checkpoint or in a GGUF file.
 
-A family gives its own names; all GGUF files share one set. Knows no shapes.
+A family gives its own names. GGUF files share one set, from which a family may differ. Knows no shapes.
 """
 
-import re
-from dataclasses import dataclass, fields
-
-_ENDS = ("embedding", "last_norm", "head", "layers")  # of a model; the other names are those of a layer
-_GGUF_PATTERN = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
     """Each without its ending `.weight` or `.bias`, which sinks do not have.
 
-    Those of a layer stand below `layers` and its number.
+    Those of a layer stand below `layers` and its number. Where q, k and v have one name they are one weight, one below
+    the other; so are gate and up.
     """
 
     embedding: str = "model.embed_tokens"
+    positions: str = ""
     last_norm: str = "model.norm"
     head: str = "lm_head"
     layers: str = "model.layers"
@@ -35,15 +33,27 @@ class WeightNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    transposed: bool = False  # matrices of layers are [in, out]
+    head_by_head: bool = False  # in the one weight of q, k and v: those of the first head, then of the next
+    pairs: bool = False  # rows of q and k that are rotated together lie side by side, not half a head apart
 
     def of_layer(self, layer: int | str, name: str) -> str:
         """The full name of a layer's weight, without its ending."""
         return f"{self.layers}.{layer}.{name}"
 
+    @property
+    def has_one_qkv(self) -> bool:
+        return self.q == self.k
+
+    @property
+    def has_one_gate_up(self) -> bool:
+        return self.gate == self.up
+
 
 HF_NAMES = WeightNames()
 GGUF_NAMES = WeightNames(
     embedding="token_embd",
+    positions="position_embd",
     last_norm="output_norm",
     head="output",
     layers="blk",
@@ -57,21 +67,8 @@ GGUF_NAMES = WeightNames(
     o="attn_output",
     q_norm="attn_q_norm",
     k_norm="attn_k_norm",
-    sinks="",
+    sinks="attn_sinks.weight",
     gate="ffn_gate",
     up="ffn_up",
     down="ffn_down",
 )
-_ROLES = {name: field.name for field in fields(WeightNames) if (name := getattr(GGUF_NAMES, field.name))}
-
-
-def name_from_gguf(gguf_name: str, names: WeightNames) -> str | None:
-    """The family's name of a GGUF tensor; None for a tensor that has no role."""
-    match = _GGUF_PATTERN.fullmatch(gguf_name)
-    if match is None:
-        return None
-    layer, part, ending = match.groups()
-    role = _ROLES.get(part)
-    if role is None or (role in _ENDS) != (layer is None) or not (name := getattr(names, role)):
-        return None
-    return f"{name if layer is None else names.of_layer(layer, name)}.{ending}"

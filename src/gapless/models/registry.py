@@ -10,15 +10,17 @@ from typing import Any
 
 from gapless.errors import CorruptModel, UnsupportedModel
 from gapless.models.config import ModelConfig
-from gapless.models.families import llama, mistral, qwen2, qwen3
-from gapless.models.family import Family, gguf_model
+from gapless.models.families import granite, llama, mistral, qwen2, qwen3, smollm3
+from gapless.models.family import Family
 from gapless.models.files import shown, token_ids
+from gapless.models.gguf_config import read_gguf_config
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.keys import Keys
 
 logger = logging.getLogger(__name__)
 
-FAMILIES: list[Family] = [llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY]
+_FILES = (llama, mistral, qwen2, qwen3, granite, smollm3)
+FAMILIES: list[Family] = [file.FAMILY for file in _FILES]
 _GGUF_END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
@@ -38,15 +40,11 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     name = file.metadata.get("general.architecture")
     forms = {family.gguf.architecture: family for family in FAMILIES if family.gguf is not None}
     family = forms.get(name) if isinstance(name, str) else None
-    if family is None:
+    if family is None or family.gguf is None:
         raise _unsupported(f"GGUF architecture {shown(name)}", list(forms))
-    config = gguf_model(file, Keys(file.metadata, file.path, f"{name}."), family.architecture)
+    config = read_gguf_config(file, family, family.gguf)
     places = {f"{file.path}: {key}": file.metadata.get(key) for key in _GGUF_END_KEYS}
     return replace(config, eos_token_ids=_end_ids(config.vocab_size, places))
-
-
-def family_of(config: ModelConfig) -> Family:
-    return next(family for family in FAMILIES if family.architecture == config.architecture)
 
 
 def _hf_family(keys: Keys) -> Family:

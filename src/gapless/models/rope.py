@@ -1,7 +1,8 @@
 """Rotary position embedding: the frequencies of each kind, the table of cosines and sines, and the rotation.
 
 Knows the conventions of transformers (a head is rotated in halves) and matches it to float32 precision.
-Kinds whose frequencies depend on the length of the sequence are refused by `rope_config`: keys stay as rotated.
+Kinds whose frequencies depend on the length of the sequence are refused by `rope_config`, because keys stay as rotated;
+longrope's depend on the longest sequence that there may be.
 """
 
 from collections.abc import Callable
@@ -15,11 +16,22 @@ from gapless.errors import CorruptModel
 from gapless.models.rope_config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:  # [head_dim / 2] float32
-    """Raises CorruptModel for parameters that no table of angles can be made of."""
+def inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int = 0) -> Tensor:  # [head_dim / 2] float32
+    """Zero for what is not rotated. max_positions decides between the two sets of factors of longrope.
+
+    Raises CorruptModel for parameters that no table of angles can be made of.
+    """
+    width = rope.width or head_dim
+    inverse = _inverse_frequencies(rope, width, max_positions)
+    return F.pad(inverse, (0, (head_dim - width) // 2))
+
+
+def _inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> Tensor:
     inverse = 1.0 / _wavelengths(rope, head_dim)
-    if rope.freq_factors is not None:
-        inverse = inverse / torch.tensor(rope.freq_factors)
+    is_long = rope.long_factors is not None and max_positions > rope.original_max_positions
+    factors = rope.long_factors if is_long else rope.freq_factors
+    if factors is not None:
+        inverse = inverse / torch.tensor(factors)
     try:
         scaled = _SCALINGS[rope.kind](inverse, rope, head_dim)
     except (ArithmeticError, ValueError) as error:
@@ -67,6 +79,7 @@ _SCALINGS: dict[str, Callable[[Tensor, RopeConfig, int], Tensor]] = {
     "linear": lambda inverse, rope, head_dim: inverse / rope.factor,
     "llama3": _scale_llama3,
     "yarn": _scale_yarn,
+    "longrope": lambda inverse, rope, head_dim: inverse,  # its factors divide already
 }
 
 
@@ -83,16 +96,38 @@ class RotaryTable:
     ) -> None:
         """Without a rope no position turns anything."""
         positions = torch.arange(max_positions, dtype=torch.float32)
-        inverse = torch.zeros(head_dim // 2) if rope is None else inverse_frequencies(rope, head_dim)
+        inverse = torch.zeros(head_dim // 2) if rope is None else inverse_frequencies(rope, head_dim, max_positions)
         angles = torch.outer(positions, inverse)  # [max_positions, head_dim / 2] float32
         factor = 1.0 if rope is None else rope.attention_factor
-        cos, sin = angles.cos() * factor, angles.sin() * factor
+        cos, sin = angles.cos(), angles.sin() * factor
+        cos[:, : num_rotated(rope, head_dim) // 2] *= factor
         rows = torch.cat((cos, cos, -sin, sin), dim=-1).view(max_positions, 2, head_dim)
         self.table = rows.to(device=device, dtype=dtype)
 
     def at(self, positions: Tensor) -> Tensor:
         """cos and signed sin of the positions [n]: [n, 2, head_dim]."""
         return self.table.index_select(0, positions)
+
+
+def num_rotated(rope: RopeConfig | None, head_dim: int) -> int:
+    """How many numbers of a head are rotated."""
+    return 0 if rope is None else rope.width or head_dim
+
+
+def head_order(rope: RopeConfig | None, head_dim: int, *, pairs: bool) -> Tensor | None:
+    """The order of a head's numbers, as they are stored, that lets the table rotate halves; None: they are in it.
+
+    Two numbers that are rotated together must lie half a head apart. They may be stored side by side (pairs), or half
+    of what is rotated apart, with the rest of the head behind. Scores do not change if queries and keys are reordered
+    alike, so nothing else has to know.
+    """
+    width = num_rotated(rope, head_dim)
+    if width == 0 or (width == head_dim and not pairs):
+        return None
+    rotated, rest = torch.arange(width), torch.arange(width, head_dim)
+    firsts, seconds = (rotated[::2], rotated[1::2]) if pairs else rotated.chunk(2)
+    low, high = rest.view(2, -1).unbind(0)
+    return torch.cat((firsts, low, seconds, high))
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:

@@ -10,9 +10,12 @@ _Shape = tuple[int, ...]
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, _Shape]:
-    """Every weight of the model, by its name in a Hugging Face checkpoint."""
+    """Every weight of the model, by its name in the checkpoint."""
     names, table = config.names, (config.vocab_size, config.hidden_size)
-    shapes: dict[str, _Shape] = {f"{names.embedding}.weight": table, f"{names.last_norm}.weight": table[1:]}
+    shapes: dict[str, _Shape] = {f"{names.embedding}.weight": table}
+    if config.learned_positions:
+        shapes[f"{names.positions}.weight"] = (config.max_position_embeddings, config.hidden_size)
+    shapes |= _norm(names.last_norm, config.last_norm, config.hidden_size)
     if not config.tie_embeddings:
         shapes[f"{names.head}.weight"] = table
     for index, spec in enumerate(config.layers):
@@ -21,35 +24,54 @@ def weight_shapes(config: ModelConfig) -> dict[str, _Shape]:
 
 
 def _layer(spec: LayerSpec, names: WeightNames, hidden: int) -> Iterator[tuple[str, _Shape]]:
-    yield from _norms(spec.norm, names, hidden)
+    before, after = (names.attention_norm, names.mlp_norm), (names.attention_norm_after, names.mlp_norm_after)
+    for name in (*(before if spec.norm.is_before else ()), *(after if spec.norm.is_after else ())):
+        yield from _norm(name, spec.norm, hidden)
     yield from _attention(spec.attention, names, hidden)
     yield from _mlp(spec.mlp, names, hidden)
 
 
-def _norms(spec: NormSpec, names: WeightNames, hidden: int) -> Iterator[tuple[str, _Shape]]:
-    before, after = (names.attention_norm, names.mlp_norm), (names.attention_norm_after, names.mlp_norm_after)
-    for name in (*(before if spec.is_before else ()), *(after if spec.is_after else ())):
-        yield f"{name}.weight", (hidden,)
+def _norm(name: str, spec: NormSpec, *shape: int) -> Iterator[tuple[str, _Shape]]:
+    yield f"{name}.weight", shape
+    if spec.bias:
+        yield f"{name}.bias", shape
 
 
 def _attention(spec: AttentionSpec, names: WeightNames, hidden: int) -> Iterator[tuple[str, _Shape]]:
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    if spec.head_norm:
-        yield from ((f"{name}.weight", (spec.head_dim,)) for name in (names.q_norm, names.k_norm))
-    for name, size in ((names.q, q_size), (names.k, kv_size), (names.v, kv_size)):
-        yield from _linear(name, size, hidden, spec.qkv_bias)
-    yield from _linear(names.o, hidden, q_size, spec.output_bias)
+    yield from _head_norms(spec, names)
+    parts = [(names.q, q_size), (names.k, kv_size), (names.v, kv_size)]
+    if names.has_one_qkv:
+        parts = [(names.q, q_size + 2 * kv_size)]
+    for name, size in parts:
+        yield from _linear(name, size, hidden, spec.qkv_bias, names)
+    yield from _linear(names.o, hidden, q_size, spec.output_bias, names)
     if spec.sinks:
         yield names.sinks, (spec.num_heads,)
 
 
+def _head_norms(spec: AttentionSpec, names: WeightNames) -> Iterator[tuple[str, _Shape]]:
+    for name, num_heads in ((names.q_norm, spec.num_heads), (names.k_norm, spec.num_kv_heads)):
+        if spec.head_norm == "each":
+            yield f"{name}.weight", (spec.head_dim,)
+        elif spec.head_norm == "all":
+            yield f"{name}.weight", (num_heads * spec.head_dim,)
+        elif spec.head_norm == "layer":
+            yield f"{name}.weight", (num_heads, spec.head_dim)
+
+
 def _mlp(spec: MlpSpec, names: WeightNames, hidden: int) -> Iterator[tuple[str, _Shape]]:
-    yield from _linear(names.gate, spec.size, hidden, spec.bias)
-    yield from _linear(names.up, spec.size, hidden, spec.bias)
-    yield from _linear(names.down, hidden, spec.size, spec.bias)
+    if spec.kind == "gated" and names.has_one_gate_up:
+        yield from _linear(names.up, 2 * spec.size, hidden, spec.bias, names)
+    else:
+        for name in (names.gate, names.up) if spec.kind == "gated" else (names.up,):
+            yield from _linear(name, spec.size, hidden, spec.bias, names)
+    yield from _linear(names.down, hidden, spec.size, spec.bias, names)
 
 
-def _linear(name: str, num_outputs: int, num_inputs: int, has_bias: bool) -> Iterator[tuple[str, _Shape]]:
-    yield f"{name}.weight", (num_outputs, num_inputs)
+def _linear(
+    name: str, num_outputs: int, num_inputs: int, has_bias: bool, names: WeightNames
+) -> Iterator[tuple[str, _Shape]]:
+    yield f"{name}.weight", (num_inputs, num_outputs) if names.transposed else (num_outputs, num_inputs)
     if has_bias:
         yield f"{name}.bias", (num_outputs,)

@@ -66,6 +66,7 @@ class SkinnyLayers:
 
     def norm_gated(self, norm: Norm | None, gate: GatedWeights) -> Callable[[Hidden], Tensor]:
         assert norm is not None
+        assert gate.gate is not None
         bias = None if gate.gate_bias is None or gate.up_bias is None else torch.cat((gate.gate_bias, gate.up_bias))
         both = torch.cat((gate.gate.dense(), gate.up.dense()))
         return SkinnyNormed(norm, both, bias, self._workspace, self._plain, fused=self._fused, gated=True)

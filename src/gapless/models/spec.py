@@ -12,6 +12,8 @@ from typing import Literal
 from gapless.models.rope_config import RopeConfig
 
 NormPlace = Literal["before", "after", "around"]
+HeadNorm = Literal["none", "each", "all", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 class Feature(StrEnum):
@@ -24,18 +26,25 @@ class Feature(StrEnum):
     MIXED_SCALES = "scales that differ from layer to layer"
     MIXED_ROPES = "rotary embeddings that differ from layer to layer"
     MIXED_SIZES = "sizes that differ from layer to layer"
+    HEAD_NORM = "norms of heads other than one RMS norm for each"
     LAYER_NORM = "layer norms"
     NORM_AFTER = "norms after attention and MLP"
     ACTIVATION = "activations other than SiLU"
     PLAIN_MLP = "MLPs without a gate"
     EXPERTS = "experts"
+    PARALLEL = "attention and MLP side by side"
+    POSITIONS = "learned positions"
     EMBEDDING_SCALE = "scaled embeddings"
     LOGIT_CAP = "soft caps of logits"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How one layer attends."""
+    """How one layer attends.
+
+    Norms of heads: "each" is an RMS norm of every head, all with the same weights; "all" is one RMS norm of all query
+    heads together and one of all key heads; "layer" is a layer norm of every head, each with weights of its own.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -44,7 +53,7 @@ class AttentionSpec:
     rope: RopeConfig | None  # None: heads are not rotated
     qkv_bias: bool = False
     output_bias: bool = False
-    head_norm: bool = False  # each query and key head is normalized before it is rotated
+    head_norm: HeadNorm = "none"  # of queries and of keys, before they are rotated
     window: int | None = None  # how many positions a token sees, itself included; None: all of them
     soft_cap: float | None = None  # scores become cap * tanh(score / cap)
     sinks: bool = False  # each head has a learned score that takes part in the softmax and has no value
@@ -56,6 +65,7 @@ class NormSpec:
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
+    bias: bool = False  # of layer norms
     place: NormPlace = "before"  # of attention and of the MLP: on the way in, on the way out, or both
     offset: float = 0.0  # added to the weights as they are stored
 
@@ -74,7 +84,7 @@ class MlpSpec:
 
     size: int
     kind: Literal["gated", "plain", "experts"] = "gated"
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
     bias: bool = False
 
 
@@ -85,6 +95,7 @@ class LayerSpec:
     attention: AttentionSpec
     mlp: MlpSpec
     norm: NormSpec
+    parallel: bool = False  # the MLP reads what attention reads, not what attention added to it
 
 
 def attention_features(specs: Sequence[AttentionSpec]) -> Iterator[Feature]:
@@ -105,6 +116,8 @@ def attention_features(specs: Sequence[AttentionSpec]) -> Iterator[Feature]:
 def layer_features(layers: Sequence[LayerSpec]) -> Iterator[Feature]:
     """Features that these layers need around their attention."""
     for layer in dict.fromkeys(layers):
+        if layer.attention.head_norm in ("all", "layer"):
+            yield Feature.HEAD_NORM
         if layer.norm.kind == "layer":
             yield Feature.LAYER_NORM
         if layer.norm.is_after:
@@ -113,6 +126,8 @@ def layer_features(layers: Sequence[LayerSpec]) -> Iterator[Feature]:
             yield Feature.ACTIVATION
         if layer.mlp.kind != "gated":
             yield Feature.PLAIN_MLP if layer.mlp.kind == "plain" else Feature.EXPERTS
+        if layer.parallel:
+            yield Feature.PARALLEL
     if len({layer.attention.rope for layer in layers}) > 1:
         yield Feature.MIXED_ROPES
     if len({(layer.mlp.size, layer.norm.eps, layer.attention.head_norm) for layer in layers}) > 1:

@@ -47,11 +47,20 @@ class Scheme(Protocol):
     def stacked(self, weights: Sequence[Weight]) -> Weight:
         """The rows of all of them, one weight below the other."""
 
+    def rows(self, weight: Weight, places: Tensor) -> Weight:
+        """The rows at these places, in their order."""
+
+    def transposed(self, weight: Weight) -> Weight:
+        """[in, out] as [out, in]."""
+
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """The product, which may keep the weight in a form of its own."""
 
     def gated(self, gate: Weight, up: Weight, biases: GateBiases, activation: str) -> GatedLinear:
         """The two products of a gated layer as one."""
+
+    def activated(self, weight: Weight, bias: Tensor | None, activation: str) -> GatedLinear:
+        """A product and an activation, for a layer without a gate."""
 
 
 GateBiases = tuple[Tensor | None, Tensor | None]  # of gate and up
@@ -64,7 +73,7 @@ class Linear(Protocol):
 
 
 class GatedLinear(Protocol):
-    def __call__(self, x: Tensor) -> Tensor: ...  # [n, in] -> [n, out]: activation(gate(x)) * up(x)
+    def __call__(self, x: Tensor) -> Tensor: ...  # [n, in] -> [n, out]: activation(gate(x)) * up(x), or without up
 
 
 def stacked(weights: Sequence[Weight]) -> Weight:

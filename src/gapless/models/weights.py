@@ -1,7 +1,7 @@
 """Where weights come from: a safetensors directory, a GGUF file, or a random generator.
 
-Each source lists shapes by the family's name without reading data, and reads one tensor at a time.
-Knows the file layouts and how GGUF orders the rows of a head; knows nothing of what a model does with a weight.
+Each source lists shapes by name without reading data, and reads one tensor at a time.
+Knows the file layouts; knows nothing of what a model does with a weight.
 """
 
 from collections.abc import Mapping
@@ -14,17 +14,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gapless.errors import CorruptModel, UnsupportedModel
-from gapless.models.config import ModelConfig
 from gapless.models.files import check_regular, is_there, read_object, shown
 from gapless.models.gguf_file import GGUFFile
-from gapless.models.names import name_from_gguf
 
 Shapes = Mapping[str, tuple[int, ...]]
 _DUMMY_SCALE = 0.02
 
 
 class Weights(Protocol):
-    shapes: Shapes  # by the family's name
+    shapes: Shapes  # by name
 
     def read(self, name: str) -> Tensor:
         """The tensor in the dtype it is stored in, or float32 where that is not a torch dtype."""
@@ -36,9 +34,13 @@ class Weights(Protocol):
 
 
 class SafetensorsWeights:
-    """One file or many shards, with or without an index; the files stay mapped while this lives."""
+    """One file or many shards, with or without an index; the files stay mapped while this lives.
 
-    def __init__(self, directory: Path) -> None:
+    Some checkpoints leave out the first word of all names. Which, the name of one weight shows.
+    """
+
+    def __init__(self, directory: Path, first: str = "") -> None:
+        """first: the full name of a weight that every checkpoint has."""
         self._directory = directory
         self._files: dict[str, Any] = {}  # the open shard of each tensor
         self._origins: dict[str, str] = {}
@@ -48,11 +50,17 @@ class SafetensorsWeights:
             for name in file.keys():  # noqa: SIM118
                 self._files[name], self._origins[name] = file, str(path)
                 shapes[name] = tuple(file.get_slice(name).get_shape())
-        self.shapes: Shapes = shapes
+        word, _, rest = first.partition(".")
+        self._left_out = f"{word}." if first not in shapes and rest in shapes else ""
+        self.shapes: Shapes = {self._full(name): shape for name, shape in shapes.items()}
+
+    def _full(self, name: str) -> str:
+        return name if name.startswith(("lm_head.", self._left_out)) else self._left_out + name
 
     def read(self, name: str) -> Tensor:
+        stored = self._stored(name)
         try:
-            tensor: Tensor = self._files[name].get_tensor(name)
+            tensor: Tensor = self._files[stored].get_tensor(stored)
         except (SafetensorError, OSError) as error:
             raise CorruptModel(f"{self.origin(name)}: tensor {name} cannot be read ({error})") from error
         if not tensor.is_floating_point():
@@ -62,7 +70,10 @@ class SafetensorsWeights:
         return tensor
 
     def origin(self, name: str) -> str:
-        return self._origins.get(name, str(self._directory))
+        return self._origins.get(self._stored(name), str(self._directory))
+
+    def _stored(self, name: str) -> str:
+        return name if name in self._files else name.removeprefix(self._left_out)
 
 
 def _open_shard(path: Path) -> Any:
@@ -103,28 +114,17 @@ def _index_files(index: Path) -> list[str]:
 
 
 class GGUFWeights:
-    """Tensors under the names of their family; has_pairs: rows of q and k get back their order."""
+    """The tensors of a file."""
 
-    def __init__(self, file: GGUFFile, config: ModelConfig, *, has_pairs: bool) -> None:
-        names = config.names
+    def __init__(self, file: GGUFFile) -> None:
         self._file = file
-        self._gguf_names = {ours: name for name in file.tensors if (ours := name_from_gguf(name, names)) is not None}
-        self._heads_in_pairs = {names.q: config.num_heads, names.k: config.num_kv_heads} if has_pairs else {}
-        self.shapes: Shapes = {ours: file.tensors[name].shape for ours, name in self._gguf_names.items()}
+        self.shapes: Shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        tensor = torch.from_numpy(self._file.load(self._gguf_names[name]))
-        num_heads = next((count for part, count in self._heads_in_pairs.items() if f".{part}." in name), None)
-        return tensor if num_heads is None else _halves_from_pairs(tensor, num_heads)
+        return torch.from_numpy(self._file.load(name))
 
     def origin(self, name: str) -> str:
         return str(self._file.path)
-
-
-def _halves_from_pairs(tensor: Tensor, num_heads: int) -> Tensor:
-    """llama.cpp rotates neighbouring rows of a head together, transformers rows half a head apart."""
-    pairs = tensor.view(num_heads, -1, 2, *tensor.shape[1:])  # [heads, head_dim / 2, 2, ...]
-    return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
 class DummyWeights:
@@ -136,7 +136,7 @@ class DummyWeights:
 
     def read(self, name: str) -> Tensor:
         tensor = torch.empty(self.shapes[name], dtype=self._dtype, device=self._device)
-        if name.endswith("norm.weight"):
+        if tensor.dim() == 1 and name.endswith(".weight"):  # of a norm
             return tensor.fill_(1.0)
         generator = torch.Generator(self._device).manual_seed(crc32(f"{self._seed} {name}".encode()))
         return tensor.normal_(0.0, _DUMMY_SCALE, generator=generator)

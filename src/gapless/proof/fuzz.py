@@ -28,7 +28,7 @@ from gapless.proof.part_files import Wrong, fuzz_part_files
 from gapless.proof.report import ProofFailure, Tally
 from gapless.proof.schedule import Schedule
 from gapless.proof.stage import ModelStage
-from gapless.proof.tiny import FAMILIES, TINY, named_stage
+from gapless.proof.tiny import FAMILIES, TINY, named_stage, tiny_config
 from gapless.runner.native import why_not
 
 MENU = Menu(block_sizes=(1, 2, 3, 4, 5, 8, 16), most_requests=10, most_tokens=14, last_arrival=20, failing_share=0.2)
@@ -45,15 +45,16 @@ def _stage(model: str) -> ModelStage:
 
 
 @cache
-def _kinds() -> tuple[str, str]:
-    """Every second model runs native steps, if they are available."""
-    return "", "/native" if why_not(torch.float32) is None else ""
+def _kinds(family: str) -> tuple[str, str]:
+    """Every second model runs native steps, if they are available and can run the family."""
+    return "", "/native" if why_not(torch.float32, tiny_config(family)) is None else ""
 
 
 def workload(seed: int, number: int) -> tuple[str, Schedule, tuple[int, ...]]:
     """A model, a schedule and the depths to play it at: all from the two numbers, and whether steps can be native."""
     dice = random.Random(f"{seed}/{number}")
-    model = f"{TINY}{dice.choice(list(FAMILIES))}/{dice.randrange(NUM_MODELS)}{dice.choice(_kinds())}"
+    family = dice.choice(list(FAMILIES))
+    model = f"{TINY}{family}/{dice.randrange(NUM_MODELS)}{dice.choice(_kinds(family))}"
     stage = _stage(model)
     asks = draw_asks(dice, stage.config.vocab_size, 8, MENU.most_tokens, text_stops=True)
     schedule = draw_schedule(dice, asks, stage.room, MENU)

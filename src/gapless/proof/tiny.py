@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from gapless.errors import ConfigError
 from gapless.models import registry
+from gapless.models.config import ModelConfig
 from gapless.models.decoder import CausalLM
 from gapless.models.linear import plain
 from gapless.models.shapes import weight_shapes
@@ -34,6 +35,8 @@ _CHANGES: dict[str, dict[str, Any]] = {  # what is not as in `raw_config`, so th
     "mistral": {"num_key_value_heads": 1},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 12, "num_hidden_layers": 3},
+    "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "smollm3": {"no_rope_layer_interval": 2},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     family.model_type: {"architectures": [family.architecture], "model_type": family.model_type}
@@ -50,15 +53,23 @@ def named_stage(name: str) -> ModelStage:
     return tiny_stage(family, int(seed), native=kind == "native")
 
 
+def tiny_config(family: str) -> ModelConfig:
+    return registry.hf_config(raw_config(**FAMILIES[family]))
+
+
+def mean_of(name: str, shape: tuple[int, ...]) -> float:
+    """Of a random weight: norms have weights about 1."""
+    return 1.0 if len(shape) == 1 and name.endswith(".weight") else 0.0
+
+
 def tiny_stage(family: str, seed: int = 0, *, native: bool = False) -> ModelStage:
     """A stage with a random model of the family."""
-    config = registry.hf_config(raw_config(**FAMILIES[family]))
+    config = tiny_config(family)
     shapes = weight_shapes(config)
 
     def read(name: str) -> Weight:
         generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
-        mean = 1.0 if name.endswith("norm.weight") else 0.0
-        return plain(torch.empty(shapes[name]).normal_(mean, SPREAD, generator=generator))
+        return plain(torch.empty(shapes[name]).normal_(mean_of(name, shapes[name]), SPREAD, generator=generator))
 
     with torch.inference_mode():
         model = NativeModel(config, read) if native else CausalLM(config, read)

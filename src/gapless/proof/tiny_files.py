@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from gapless.models.registry import hf_config
 from gapless.models.shapes import weight_shapes
-from gapless.proof.tiny import FAMILIES, SPREAD, VOCAB_SIZE, raw_config
+from gapless.proof.tiny import FAMILIES, SPREAD, VOCAB_SIZE, mean_of, raw_config
 
 KINDS = ("folder", "shards", "gguf")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
@@ -60,7 +60,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def _write_weights(folder: Path, shapes: dict[str, tuple[int, ...]], *, sharded: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = {
-        name: torch.empty(shape).normal_(float(name.endswith("norm.weight")), SPREAD, generator=generator)
+        name: torch.empty(shape).normal_(mean_of(name, shape), SPREAD, generator=generator)
         for name, shape in shapes.items()
     }
     if not sharded:

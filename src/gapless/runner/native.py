@@ -21,9 +21,10 @@ from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device
 from gapless.errors import CapacityError
 from gapless.models.config import ModelConfig
-from gapless.models.decoder import ReadWeight
+from gapless.models.reader import LayerReader, ReadWeight, read_last_norm
 from gapless.models.rope import RotaryTable
-from gapless.models.spec import LayerSpec, attention_features, lacking
+from gapless.models.spec import attention_features, lacking
+from gapless.models.weight import Weight
 from gapless.native import library as native
 from gapless.runner.fill import Filled, Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
@@ -56,60 +57,53 @@ class NativeModel:
     def __init__(self, config: ModelConfig, read: ReadWeight, max_positions: int | None = None) -> None:
         """max_positions: how many positions the rope table holds, all of the config's unless given."""
         self.config = config
-        self._read = read
         self._library = native.load_library()
         table = read(f"{config.names.embedding}.weight").dense()
         self.handle = self._library.gapless_model(_shape(config), table.dtype == torch.bfloat16)
         if not self.handle:
             raise CapacityError("no memory for the weights")
         weakref.finalize(self, self._library.gapless_drop_model, self.handle).atexit = False
-        self._set_ends(table)
+        self._set_ends(table, read)
         for layer, spec in enumerate(config.layers):
-            self._set_layer(layer, spec)
-        del self._read
+            self._set_layer(layer, LayerReader(config.names, layer, spec, read))
         positions, rope = max_positions or config.max_position_embeddings, config.layers[0].attention.rope
         self.rotary = RotaryTable(rope, config.head_dim, positions, torch.float32, torch.device("cpu")).table
 
-    def _set_ends(self, table: Tensor) -> None:
+    def _set_ends(self, table: Tensor, read: ReadWeight) -> None:
         if self.config.tie_embeddings:
             self._set_matrix("HEAD", 0, table)
         else:
             self._set_matrix("EMBEDDING", 0, table)
-            self._set_matrix("HEAD", 0, self._read(f"{self.config.names.head}.weight").dense())
-        weight = self._read(f"{self.config.names.last_norm}.weight").dense()
-        self._set_vector("LAST_NORM", 0, weight.float() + self.config.last_norm.offset)
+            self._set_matrix("HEAD", 0, read(f"{self.config.names.head}.weight").dense())
+        self._set_vector("LAST_NORM", 0, read_last_norm(self.config, read).weight)
 
-    def _set_layer(self, layer: int, spec: LayerSpec) -> None:
-        names, attention = self.config.names, spec.attention
-        first = 0
-        for name in (names.q, names.k, names.v):
-            first += self._set_linear("QKV", layer, name, attention.qkv_bias, first)
-        self._set_linear("OUT", layer, names.o, attention.output_bias)
-        for part, name in (("GATE", names.gate), ("UP", names.up), ("DOWN", names.down)):
-            self._set_linear(part, layer, name, spec.mlp.bias)
-        norms = [("FIRST_NORM", names.attention_norm), ("SECOND_NORM", names.mlp_norm)]
-        if attention.head_norm:
-            norms += [("Q_NORM", names.q_norm), ("K_NORM", names.k_norm)]
-        for part, name in norms:
-            weight = self._read(f"{names.of_layer(layer, name)}.weight").dense()
-            self._set_vector(part, layer, weight.float() + spec.norm.offset)
+    def _set_layer(self, layer: int, weights: LayerReader) -> None:
+        gate = weights.gate()
+        assert gate.gate is not None
+        self._set_linear("QKV", layer, *weights.qkv())
+        self._set_linear("OUT", layer, *weights.out())
+        self._set_linear("GATE", layer, gate.gate, gate.gate_bias)
+        self._set_linear("UP", layer, gate.up, gate.up_bias)
+        self._set_linear("DOWN", layer, *weights.down())
+        for part, norm in zip(("FIRST_NORM", "SECOND_NORM"), weights.norms_before(), strict=True):
+            assert norm is not None
+            self._set_vector(part, layer, norm.weight)
+        if (heads := weights.head_norm()) is not None:
+            self._set_vector("Q_NORM", layer, heads[0])
+            self._set_vector("K_NORM", layer, heads[-1])
 
-    def _set_linear(self, part: str, layer: int, name: str, has_bias: bool, first: int = 0) -> int:
-        """Returns how many outputs there were."""
-        name = self.config.names.of_layer(layer, name)
-        weight = self._read(f"{name}.weight").dense()
-        self._set_matrix(part, layer, weight, first)
-        if has_bias:
-            self._set_vector(part, layer, self._read(f"{name}.bias").dense(), first)
-        return len(weight)
+    def _set_linear(self, part: str, layer: int, weight: Weight, bias: Tensor | None) -> None:
+        self._set_matrix(part, layer, weight.dense())
+        if bias is not None:
+            self._set_vector(part, layer, bias)
 
-    def _set_matrix(self, part: str, layer: int, weight: Tensor, first: int = 0) -> None:
+    def _set_matrix(self, part: str, layer: int, weight: Tensor) -> None:
         weight = weight.contiguous()
-        self._library.gapless_set_matrix(self.handle, _PART[part], layer, weight.data_ptr(), len(weight), first)
+        self._library.gapless_set_matrix(self.handle, _PART[part], layer, weight.data_ptr(), len(weight), 0)
 
-    def _set_vector(self, part: str, layer: int, values: Tensor, first: int = 0) -> None:
+    def _set_vector(self, part: str, layer: int, values: Tensor) -> None:
         values = values.float().contiguous()
-        _check(self._library.gapless_set_vector(self.handle, _PART[part], layer, values.data_ptr(), len(values), first))
+        _check(self._library.gapless_set_vector(self.handle, _PART[part], layer, values.data_ptr(), len(values), 0))
 
 
 class NativeRunner:
@@ -212,7 +206,7 @@ def _shape(config: ModelConfig) -> native.CShape:
         head_dim=config.head_dim,
         inner_size=layer.mlp.size,
         tied=config.tie_embeddings,
-        qk_norm=layer.attention.head_norm,
+        qk_norm=layer.attention.head_norm == "each",
         eps=layer.norm.eps,
     )
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -224,7 +225,9 @@ def _add_operation(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
 def _add_pages(app: FastAPI) -> None:
     def page(name: str) -> Callable[[], Any]:
-        text = (PAGE / name).read_text("utf-8")
+        text = re.sub(
+            r"<!-- (\w+\.\w+) -->", lambda part: (PAGE / part[1]).read_text("utf-8"), (PAGE / name).read_text("utf-8")
+        )
 
         async def show() -> HTMLResponse:
             return HTMLResponse(text, headers={"content-security-policy": POLICY})

@@ -1,19 +1,24 @@
-"""Llama: biases where the config says so."""
+"""Llama: biases where the config says so. Falcon 3 and many more have its architecture."""
+
+from dataclasses import replace
 
 from gapless.models.config import ModelConfig
-from gapless.models.family import Family, GGUFForm, hf_attention, hf_mlp, hf_model, hf_norm, refuse_windows
+from gapless.models.family import Family, GGUFForm, hf_attention, hf_mlp, hf_model, hf_norm, hf_windows, windowed
 from gapless.models.keys import Keys
+from gapless.models.names import GGUF_NAMES
 from gapless.models.spec import LayerSpec
 
 ARCHITECTURE = "LlamaForCausalLM"
+PAIRS = replace(GGUF_NAMES, pairs=True)  # how GGUF files hold families that are like it
 
 
 def from_hf(keys: Keys) -> ModelConfig:
-    refuse_windows(keys)
     bias = keys.flag("attention_bias")
     attention = hf_attention(keys, qkv_bias=bias, output_bias=bias)
-    mlp = hf_mlp(keys, bias=keys.flag("mlp_bias"))
-    return hf_model(keys, ARCHITECTURE, LayerSpec(attention, mlp, hf_norm(keys)))
+    layer = LayerSpec(attention, hf_mlp(keys, bias=keys.flag("mlp_bias")), hf_norm(keys))
+    return hf_model(keys, ARCHITECTURE, windowed(layer, hf_windows(keys)))
 
 
-FAMILY = Family(ARCHITECTURE, "llama", from_hf, GGUFForm("llama", has_pairs=True))
+FAMILY = Family(
+    ARCHITECTURE, "llama", from_hf, GGUFForm("llama", PAIRS), "Llama 1 to 3.3, SmolLM2, Falcon 3, Yi, TinyLlama"
+)

@@ -1,0 +1,126 @@
+"""Every family equals transformers in float32: prompts whole and in chunks, decode rows, and past a window's end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import load, random_tokens, raw_config, save_hf
+
+import oracles
+from gapless import LLM, SamplingParams
+from gapless.attention.base import AttentionBatch, Span
+from gapless.attention.reference import ReferenceAttention
+from gapless.models.decoder import CausalLM
+from gapless.models.registry import FAMILIES, hf_config
+
+LENGTHS = (40, 3, 17)  # of prompts: some longer than a chunk, and than a window
+NUM_STEPS = 64
+MAX_LENGTH = max(LENGTHS) + NUM_STEPS
+CLOSE = 1e-4
+
+
+def of(architecture: str, model_type: str, **changes: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], "model_type": model_type} | changes
+
+
+GRANITE = of(
+    "GraniteForCausalLM",
+    "granite",
+    embedding_multiplier=3.0,
+    residual_multiplier=0.4,
+    attention_multiplier=0.3,
+    logits_scaling=1.5,
+)
+SMOLLM3 = of("SmolLM3ForCausalLM", "smollm3", num_hidden_layers=3)
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "falcon 3": {"head_dim": 16, "tie_word_embeddings": False, "rope_theta": 1000042},
+    "mistral": of("MistralForCausalLM", "mistral", sliding_window=24),
+    "qwen2": of("Qwen2ForCausalLM", "qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "qwen3": of("Qwen3ForCausalLM", "qwen3", head_dim=12),
+    "granite": GRANITE,
+    "smollm3": SMOLLM3 | {"no_rope_layer_interval": 2},
+    "smollm3 by list": SMOLLM3 | {"no_rope_layers": [0, 1, 0], "tie_word_embeddings": ...},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on disk, and the same by transformers."""
+
+    path: Path
+    reference: Any
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.reference(torch.tensor([tokens])).logits[0]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    path = tmp_path_factory.mktemp("model")
+    model = save_hf(path, **CASES[request.param])
+    model.set_attn_implementation("eager")  # the others leave out soft caps and sinks
+    return Case(path, model)
+
+
+def test_there_is_a_case_for_every_family() -> None:
+    covered = {hf_config(raw_config(**changes)).architecture for changes in CASES.values()}
+    assert covered == {family.architecture for family in FAMILIES}
+
+
+def test_logits(case: Case) -> None:
+    tokens = random_tokens()
+    found = paged_logits(load(case.path, max_positions=MAX_LENGTH), tokens)
+    torch.testing.assert_close(found, case.logits(tokens.tolist()), atol=CLOSE, rtol=CLOSE)
+
+
+def paged_logits(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """Of one chunk, by the oracle of attention."""
+    config, count, none = model.config, len(tokens), torch.zeros(0, dtype=torch.int64)
+    pools = [torch.zeros(count, 2 * config.num_kv_heads, config.head_dim) for _ in config.layers]
+    batch = AttentionBatch(
+        slots=torch.arange(count),
+        blocks=torch.zeros(1, 1, dtype=torch.int64),
+        decode_rows=none,
+        decode_lengths=none,
+        max_decode_length=0,
+        num_chunk_tokens=count,
+        chunk_rows=torch.zeros(1, dtype=torch.int32),
+        chunk_offsets=torch.zeros(1, dtype=torch.int32),
+        chunk_starts=torch.zeros(1, dtype=torch.int32),
+        chunk_ends=torch.tensor([count], dtype=torch.int32),
+        chunks=(Span(0, 0, count),),
+    )
+    with torch.inference_mode():
+        attend = ReferenceAttention(pools, count, config.attention_specs()).begin(batch)
+        return model.logits(model.forward(tokens, torch.arange(count), attend))
+
+
+@pytest.mark.parametrize(("depth", "native"), [(1, False), (2, False), (2, True)], ids=["1", "2", "native"])
+def test_generation(case: Case, depth: int, native: bool) -> None:
+    """Rows of unequal length; prompts in chunks of 16, beside decode rows."""
+    options = {"device": "cpu", "dtype": "float32", "max_batch_tokens": 16, "max_model_len": MAX_LENGTH}
+    params = SamplingParams(max_tokens=NUM_STEPS, temperature=0, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+    prompts = [random_tokens(count=count).tolist() for count in LENGTHS]
+    with LLM(case.path, depth=depth, native=native, **options) as llm:
+        resolved = llm.engine.resolved
+        if native and not resolved.native:
+            pytest.skip(f"no native step: {resolved.slow_reason}")
+        found = llm.generate(prompts, params)
+    for done in found:
+        check(case, done)
+
+
+def check(case: Case, done: Any) -> None:
+    """Each token is the likeliest after those before it, and its log-probability is that of transformers."""
+    tokens = [*done.prompt_token_ids, *done.token_ids]
+    logits = case.logits(tokens).numpy()
+    for place, score in enumerate([*done.prompt_logprobs[1:], *done.logprobs]):
+        oracles.check_logprob(score, tokens[place + 1], logits[place], 2, atol=CLOSE)
+    for place in range(len(done.prompt_token_ids), len(tokens)):
+        assert logits[place - 1, tokens[place]] >= logits[place - 1].max() - CLOSE
