@@ -181,7 +181,11 @@ def test_the_law_is_applied(who: str, source: str, found: set[str]) -> None:
     [
         ["gapless", "gapless.config", "gapless.errors", "gapless.cli", "gapless.console", "gapless.result_file"],
         [f"gapless.core.{path.stem}" for path in FILES if path.parts[0] == "core" and path.stem != "__init__"],
-        [f"gapless.text.{path.stem}" for path in FILES if path.parts[0] == "text" and path.stem != "__init__"],
+        [
+            f"gapless.{'.'.join(path.with_suffix('').parts)}"
+            for path in FILES
+            if path.parts[0] == "text" and path.stem != "__init__"
+        ],
         ["gapless.server.run"],  # the whole API process; only `engine_process` knows the engine
     ],
     ids=["top", "core", "text", "server"],

@@ -13,8 +13,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from gapless.server.errors import ApiError
 from gapless.server.options import ServerOptions
+from gapless.server.prompts import NUM_HUGE_TEXTS
 from gapless.server.render_pool import RenderPool
-from gapless.server.service import NUM_HUGE_TEXTS, Service
+from gapless.server.service import Service
 from gapless.text.local_chat import template_source
 from gapless.text.parts import TokenizerParts
 from gapless.text.tokenizer import HUGE_TEXT, Tokenizer
@@ -64,7 +65,7 @@ def spelled(service: Service, ids: list[int]) -> list[str]:
 
 def test_special_tokens_in_messages_are_text() -> None:
     async def use(service: Service) -> list[str]:
-        return spelled(service, await service.encode_chat(TALK))
+        return spelled(service, await service.prompts.encode_chat(TALK))
 
     assert with_service(use) == ["<s>", "user:a</s><s>system: b", "</s>", "<s>"]
     assert with_service(use, allow_special_tokens=True).count("</s>") == 2
@@ -72,7 +73,7 @@ def test_special_tokens_in_messages_are_text() -> None:
 
 def test_a_final_message_can_be_left_open() -> None:
     async def use(service: Service) -> list[str]:
-        ids = await service.encode_chat(TALK, add_generation_prompt=False, continue_final_message=True)
+        ids = await service.prompts.encode_chat(TALK, add_generation_prompt=False, continue_final_message=True)
         return spelled(service, ids)
 
     assert with_service(use) == ["<s>", "user:a</s><s>system: b"]
@@ -83,8 +84,8 @@ def test_a_final_message_can_be_left_open() -> None:
 def test_what_is_too_long_is_told_by_the_usual_error(text: str, is_chat: bool) -> None:
     async def use(service: Service) -> list[int]:
         if is_chat:
-            return await service.encode_chat([{"role": "user", "content": text}], param="messages")
-        return await service.encode(text, param="prompt")
+            return await service.prompts.encode_chat([{"role": "user", "content": text}], param="messages")
+        return await service.prompts.encode(text, param="prompt")
 
     with pytest.raises(ApiError, match="maximum context length is 1000 tokens") as caught:
         with_service(use)
@@ -105,7 +106,7 @@ def test_few_huge_texts_are_tokenized_at_the_same_time(monkeypatch: pytest.Monke
             return [len(work())]
 
         monkeypatch.setattr(asyncio, "to_thread", to_thread)
-        await asyncio.gather(*(service.encode("x" * (HUGE_TEXT + 1), param="prompt") for _ in range(6)))
+        await asyncio.gather(*(service.prompts.encode("x" * (HUGE_TEXT + 1), param="prompt") for _ in range(6)))
 
     with_service(use, most=10**6)
     assert most_at_work == NUM_HUGE_TEXTS
@@ -113,7 +114,7 @@ def test_few_huge_texts_are_tokenized_at_the_same_time(monkeypatch: pytest.Monke
 
 def test_too_many_slow_chats_are_told_to_come_back() -> None:
     async def use(service: Service) -> list[BaseException | list[int]]:
-        return await asyncio.gather(*(service.encode_chat(TALK) for _ in range(3)), return_exceptions=True)
+        return await asyncio.gather(*(service.prompts.encode_chat(TALK) for _ in range(3)), return_exceptions=True)
 
     found = [error for error in with_service(use, template=LOOPS) if isinstance(error, ApiError)]
     assert sorted((error.status, error.code) for error in found if error.code) == [(503, "template_busy")]

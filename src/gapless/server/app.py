@@ -43,6 +43,7 @@ from gapless.server.responses import answer_response
 from gapless.server.service import Service
 from gapless.server.sse import ClientGone, EventStream, LongResponse, finish_for
 from gapless.server.state import read_state
+from gapless.server.tools import chat_tools
 from gapless.server.traces import Traces
 
 PAGE = Path(__file__).parent / "page"
@@ -165,10 +166,11 @@ def _add_text(app: FastAPI, service: Service) -> None:
             raise ApiError(400, "send either prompt or messages", param="prompt")
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            tokens = await service.encode(body.prompt, param="prompt", add_special_tokens=special)
+            tokens = await service.prompts.encode(body.prompt, param="prompt", add_special_tokens=special)
         else:
-            messages = service.chat_messages(body.messages or [])
-            tokens = await service.encode_chat(messages, **turn(body))
+            prompts, tools = service.prompts, chat_tools(body.tools, None, None).offered
+            messages = prompts.chat_messages(body.messages or [])
+            tokens = await prompts.encode_chat(messages, tools=tools, **turn(prompts, body))
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": service.info.max_model_len})
 
     @app.post("/detokenize", response_model=DetokenizeResponse)
@@ -176,7 +178,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         refuse_unsupported(body)
         service.check_tokens(body.tokens, "tokens")
-        return _json({"prompt": await service.decode(body.tokens)})
+        return _json({"prompt": await service.prompts.decode(body.tokens)})
 
     @app.get("/tokenizer_info", response_model=TokenizerInfo)
     async def tokenizer_info() -> Response:

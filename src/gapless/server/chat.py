@@ -12,17 +12,24 @@ from gapless.server.errors import ApiError, dump_early
 from gapless.server.generation import Choice, Generation, Piece
 from gapless.server.logprobs import TokenTexts, tell_logprobs, tell_prompt_logprobs
 from gapless.server.neutral import refuse_unsupported
+from gapless.server.prompts import PromptWriter
 from gapless.server.protocol import ChatRequest, TokenizeRequest
+from gapless.server.replies import ReplyPlan, ReplyStream, plan_reply, tell_message
 from gapless.server.service import PromptPlan, Service
 from gapless.server.sse import DONE, event
+from gapless.server.tools import chat_tools
 from gapless.server.usage import StreamUsage, usage
 
 
 class ChatAnswer:
     """One conversation being answered."""
 
-    def __init__(self, generation: Generation, body: ChatRequest, model: str, texts: TokenTexts) -> None:
+    def __init__(
+        self, generation: Generation, body: ChatRequest, model: str, texts: TokenTexts, replies: ReplyPlan
+    ) -> None:
         self._texts = texts
+        self._replies = replies
+        self._streams = [ReplyStream(replies) for _ in generation.choices]
         self._generation = generation
         self._body = body
         self._model = model
@@ -37,11 +44,12 @@ class ChatAnswer:
         return told | self._prompt_ids() | await self._prompt_logprobs()
 
     async def _choice(self, choice: Choice) -> dict[str, Any]:
+        reply = self._replies.read(choice.text)
         told = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": self._echo + choice.text, "refusal": None},
+            "message": tell_message(reply, self._echo),
             "logprobs": await self._logprobs(choice, choice.told),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._replies.toolbox.finish_reason(choice.finish_reason, len(reply.calls)),
         }
         return told | {"token_ids": list(choice.tokens)} if self._body.return_token_ids else told
 
@@ -64,12 +72,16 @@ class ChatAnswer:
 
     async def _piece(self, piece: Piece) -> bytes:
         index, data = piece.choice.index, b""
+        reply, is_last = self._streams[index], piece.finish_reason is not None
+        deltas = reply.push(piece.text, is_last=is_last)
         ids = {"token_ids": list(piece.tokens)} if self._body.return_token_ids else {}
-        if piece.text or piece.told or (ids and piece.tokens):
+        if deltas or piece.told or (ids and piece.tokens):
             logprobs = await self._logprobs(piece.choice, piece.told)
-            data = self._chunk(index, {"content": piece.text}, {"logprobs": logprobs} | ids)
-        if piece.finish_reason is not None:
-            data += self._chunk(index, {}, {"finish_reason": piece.finish_reason})
+            data = self._chunk(index, deltas[0] if deltas else {"content": ""}, {"logprobs": logprobs} | ids)
+            data += b"".join(self._chunk(index, delta) for delta in deltas[1:])
+        if is_last:
+            reason = self._replies.toolbox.finish_reason(piece.finish_reason, reply.num_calls)
+            data += self._chunk(index, {}, {"finish_reason": reason})
         return data
 
     def _chunk(self, index: int, delta: dict[str, Any], more: dict[str, Any] | None = None, **top: Any) -> bytes:
@@ -116,21 +128,38 @@ async def answer_chat(service: Service, body: ChatRequest, client: str) -> ChatA
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ; send one", param="max_tokens")
     wanted = body.max_completion_tokens or body.max_tokens
-    prompt = await service.encode_chat(service.chat_messages(body.messages), **turn(body))
+    prompts = service.prompts
+    toolbox = chat_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    messages = prompts.chat_messages(body.messages)
+    prompt = await prompts.encode_chat(messages, tools=toolbox.offered, **turn(prompts, body))
+    shows_reasoning = body.include_reasoning is not False
+    if toolbox.needs_grammar:
+        raise ApiError(
+            400, "tool_choice, strict and parallel_tool_calls=false are not enforced yet", param="tool_choice"
+        )
+    replies = plan_reply(prompts.reply, prompts.tokenizer, toolbox, prompt, shows_reasoning=shows_reasoning)
     max_tokens = service.room_for(prompt, wanted, param="messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     more = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs, "n": body.n, "best_of": body.best_of}
     params = service.params(body, max_tokens, body.stop, **more)
-    plan = PromptPlan(prompt, params, tells_all=bool(body.return_token_ids), by_default=wanted is None)
+    tells_all = bool(body.return_token_ids)
+    plan = PromptPlan(prompt, params, tells_all=tells_all, by_default=wanted is None, shown=replies.shown)
     generation = service.start([plan], body.timeout, client)
-    return ChatAnswer(generation, body, model, service.token_texts(body.return_tokens_as_token_ids))
+    return ChatAnswer(generation, body, model, service.token_texts(body.return_tokens_as_token_ids), replies)
 
 
-def turn(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Whose turn the prompt ends with, if the client says so: arguments of `encode_chat`. Raises ApiError."""
+def turn(prompts: PromptWriter, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """The client's wishes for the prompt, first of all whose turn it ends with: arguments of `encode_chat`.
+
+    Raises ApiError.
+    """
+    values = prompts.template_values(body.chat_template_kwargs, "chat_template_kwargs")
+    if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
+        values |= prompts.reasoning_effort(body.reasoning_effort, "reasoning_effort")
     if not body.continue_final_message:
-        return {} if body.add_generation_prompt is None else {"add_generation_prompt": body.add_generation_prompt}
+        begins = {} if body.add_generation_prompt is None else {"add_generation_prompt": body.add_generation_prompt}
+        return values | begins
     if body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt exclude each other"
         raise ApiError(400, message, param="continue_final_message")
-    return {"add_generation_prompt": False, "continue_final_message": True}
+    return values | {"add_generation_prompt": False, "continue_final_message": True}

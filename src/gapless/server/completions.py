@@ -116,7 +116,7 @@ async def answer_completion(service: Service, body: CompletionRequest, client: s
     for prompt in prompts:
         max_tokens = max(1, service.room_for(prompt, max(1, wanted), param="prompt"))
         plans.append(PromptPlan(prompt, service.params(body, max_tokens, body.stop, **more), shows_tokens=wanted > 0))
-    texts = [await service.decode(prompt) for prompt in prompts] if body.echo else []
+    texts = [await service.prompts.decode(prompt) for prompt in prompts] if body.echo else []
     echoes = [text for text in texts for _ in range(body.n or 1)]
     generation = service.start(plans, body.timeout, client)
     return CompletionAnswer(generation, body, model, echoes, service.token_texts(body.return_tokens_as_token_ids))
@@ -142,6 +142,6 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 async def _tokens(service: Service, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
         await asyncio.sleep(0)  # many short prompts take as long as a long one
-        return await service.encode(prompt, param="prompt")
+        return await service.prompts.encode(prompt, param="prompt")
     service.check_tokens(prompt, "prompt")
     return prompt

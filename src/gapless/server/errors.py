@@ -6,12 +6,17 @@ Knows no engine. Every answer of the server that is not a success goes through h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
+from gapless.errors import CorruptModel, InvalidRequest, PromptTooLong, TemplateBusy
+
+TEMPLATE_RETRY_S = 1
 _encode = msgspec.json.Encoder().encode
 
 
@@ -73,3 +78,21 @@ def _kind(status: int) -> str:
     if status >= 500:
         return "server_error"
     return known.get(status, "invalid_request_error")
+
+
+@contextlib.contextmanager
+def refused(text: str = "prompt") -> Iterator[None]:
+    """Turn errors into what the client is told. `text`: what the client calls its prompt or its messages."""
+    try:
+        yield
+    except (InvalidRequest, CorruptModel) as error:
+        raise _refusal(error, text) from None
+
+
+def _refusal(error: InvalidRequest | CorruptModel, text: str) -> ApiError:
+    named = error.param if isinstance(error, InvalidRequest) else None
+    param = text if named in (None, "prompt", "messages") else named
+    if isinstance(error, TemplateBusy):
+        return ApiError(503, str(error), param=param, code="template_busy", retry_after_s=TEMPLATE_RETRY_S)
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    return ApiError(400, str(error), param=param, code=code)

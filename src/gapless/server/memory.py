@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gapless.server.conversation import Talk
 from gapless.server.errors import ApiError
+from gapless.text.conversation import strings
 
 MAX_KEPT = 1000
 MAX_KEPT_BYTES = 64 * 2**20
@@ -21,7 +22,7 @@ class Kept:
 
     @property
     def size(self) -> int:
-        return len(self.response) + sum(len(turn["content"]) for turn in self.talk)
+        return len(self.response) + sum(map(len, strings(self.talk)))
 
 
 class Memory:

@@ -89,6 +89,8 @@ def refuse_unsupported(body: Body) -> None:
     for name, value in (body.model_extra or {}).items():
         if value is not None and name not in HARMLESS:
             _check(name, value)
+    if (reasoning := getattr(body, "reasoning", None)) is not None:
+        refuse_unsupported(reasoning)
     options = getattr(body, "stream_options", None)
     if options is not None and not getattr(body, "stream", None):
         raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
@@ -97,6 +99,9 @@ def refuse_unsupported(body: Body) -> None:
 
 
 def _check(name: str, value: object) -> None:
+    if name == "chat_template":
+        message = "a chat template is set by the server's flag --chat-template only"
+        raise ApiError(400, message, param=name, code="unsupported_parameter")
     if name not in NEUTRAL:
         raise ApiError(400, f"unknown parameter: {name!r}", param=name, code="unknown_parameter")
     if not any(value == neutral and _same_kind(value, neutral) for neutral in NEUTRAL[name]):

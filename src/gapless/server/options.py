@@ -14,6 +14,8 @@ from typing import Any
 from gapless.config import parse_bytes
 from gapless.core.params import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS
 from gapless.errors import ConfigError
+from gapless.text import reasoning
+from gapless.text.tools import find as tool_formats
 
 
 def _option(default: Any, text: str) -> Any:
@@ -48,6 +50,9 @@ class ServerOptions:
     header_timeout: float = _option(10.0, "seconds that a client may take to send the headers of a request")
     body_timeout: float = _option(30.0, "seconds that a client may take to send its request body")
     write_timeout: float = _option(60.0, "seconds without a byte read from a stream before its client counts as gone")
+    chat_template: str | None = _option(None, "file with a chat template to use instead of the model's own")
+    tool_format: str = _option("auto", f"how the model writes calls of tools: auto, {', '.join(tool_formats.NAMES)}")
+    reasoning_format: str = _option("auto", f"tags of reasoning: auto, none, {', '.join(reasoning.NAMES)}")
     template_timeout: float = _option(2.0, "seconds that the chat template may take to render a conversation")
     health_timeout: float = _option(10.0, "seconds that the engine may take to answer /health")
     load_timeout: float = _option(120.0, "seconds without progress of a load before the engine is killed and restarted")
@@ -64,6 +69,8 @@ class ServerOptions:
         _whole("max_n", self.max_n, 1, MAX_CHOICES)
         _whole("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
         _whole("max_stop", self.max_stop, 0, MAX_STOP_STRINGS)
+        tool_formats.find_format(None, self.tool_format)
+        reasoning.find_reasoning(None, lambda tag: False, self.reasoning_format)
         if "" in self.served_model_name:
             raise ConfigError("served_model_name must not be empty")
         for name in ("request", "header", "body", "write", "template", "health", "load", "step"):

@@ -105,12 +105,22 @@ class ChatRequest(Choosing):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     add_generation_prompt: bool | None = Field(None, description="begin the assistant's turn; default: true")
     continue_final_message: bool | None = Field(None, description="go on with the last message")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="further values for the chat template")
+    tools: list[dict[str, Any]] | None = Field(None, description="functions that the model may call")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="auto, none, required, or a named function")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call a reply")
+    reasoning_effort: str | None = Field(None, description="for the chat template, if it reads it")
+    include_reasoning: bool | None = Field(None, description="false: reasoning_content is left out")
 
 
 class CompletionRequest(Choosing):
     prompt: PromptBody
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
+
+
+class ReasoningOptions(Body):
+    effort: str | None = Field(None, description="for the chat template, if it reads it")
 
 
 class ResponsesRequest(Sampling):
@@ -121,12 +131,16 @@ class ResponsesRequest(Sampling):
     store: bool | None = Field(None, description="false: the response is not kept")
     metadata: dict[str, str] | None = None
     stream_options: StreamOptions | None = None
+    reasoning: ReasoningOptions | None = None
     include: list[str] | None = Field(None, description='may have "message.output_text.logprobs"')
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    parallel_tool_calls: bool | None = None
+    tools: list[dict[str, Any]] | None = Field(None, description="functions that the model may call")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="auto, none, required, or a named function")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call a reply")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="further values for the chat template")
     max_tool_calls: int | None = None
 
 
@@ -137,6 +151,8 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = Field(None, description="default: true")
     add_generation_prompt: bool | None = Field(None, description="default: true")
     continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class DetokenizeRequest(Body):

@@ -12,13 +12,19 @@ from typing import Any
 
 from gapless.server.conversation import Talk, turns
 from gapless.server.errors import ApiError, dump
-from gapless.server.generation import Choice, Generation
+from gapless.server.generation import Generation
+from gapless.server.history import told_reply
+from gapless.server.items import ItemEvent, OutputItems
 from gapless.server.logprobs import TokenTexts, tell_logprobs
 from gapless.server.memory import Kept, Memory
 from gapless.server.neutral import refuse_unsupported
 from gapless.server.protocol import ResponsesRequest
+from gapless.server.replies import ReplyPlan, plan_reply
 from gapless.server.service import PromptPlan, Service
 from gapless.server.sse import event
+from gapless.server.tools import response_tools
+from gapless.text.deltas import WholeReply
+from gapless.text.tools.base import Tool
 
 LOGPROBS = "message.output_text.logprobs"  # the one thing that can be included
 
@@ -34,6 +40,7 @@ class ResponseAnswer:
         talk: Talk,
         memory: Memory,
         texts: TokenTexts,
+        replies: ReplyPlan,
     ) -> None:
         self._generation = generation
         self._texts = texts
@@ -41,34 +48,45 @@ class ResponseAnswer:
         self._model = model
         self._talk = talk
         self._memory = memory
+        self._replies = replies
+        self._parser = replies.parser()
+        self._items = OutputItems()
+        self._reply = WholeReply()
         self._id = f"resp_{uuid.uuid4().hex}"
-        self._item_id = f"msg_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._num_events = 0
 
     async def whole(self) -> dict[str, Any]:
         await self._generation.finish()
-        return await self._finished()
+        choice = self._generation.choices[0]
+        await self._take(choice.text, choice.told, is_last=True)
+        return self._finished()
 
     async def events(self) -> AsyncIterator[bytes]:
         """The events of the API, numbered; the last one carries the whole response."""
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         yield self._event("response.created", response=self._response("in_progress", []))
         yield self._event("response.in_progress", response=self._response("in_progress", []))
-        yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", None))
-        yield self._event("response.content_part.added", **place, part=_part(""))
         async for pieces in self._generation.pieces():
             for piece in pieces:
-                if piece.text or piece.told:
-                    scores = await self._logprobs(piece.choice, piece.told, with_bytes=False)
-                    yield self._event("response.output_text.delta", **place, delta=piece.text, logprobs=scores)
-        response = await self._finished()
-        item, choice = response["output"][0], self._generation.choices[0]
-        scores = await self._logprobs(choice, choice.told, with_bytes=False)
-        yield self._event("response.output_text.done", **place, text=choice.text, logprobs=scores)
-        yield self._event("response.content_part.done", **place, part=item["content"][0])
-        yield self._event("response.output_item.done", output_index=0, item=item)
+                for kind, data in await self._take(piece.text, piece.told, is_last=piece.finish_reason is not None):
+                    yield self._event(kind, **data)
+        response = self._finished()
         yield self._event(f"response.{response['status']}", response=response)
+
+    async def _take(self, text: str, told: range, *, is_last: bool) -> list[ItemEvent]:
+        """Read on; the events that tell of it."""
+        choice, items = self._generation.choices[0], self._items
+        items.entries += await tell_logprobs(self._texts, choice.scores(told), begins=told.start == 0)
+        deltas = self._parser.push(text)
+        if is_last:
+            deltas += self._parser.finish()
+        self._reply.add(deltas)
+        events = [event for delta in deltas for event in items.add(delta)]
+        return [*events, *items.finish(self._status)] if is_last else events
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._generation.choices[0].finish_reason == "length" else "completed"
 
     def error_event(self, error: ApiError) -> bytes:
         """The event that ends a stream which cannot go on."""
@@ -81,11 +99,9 @@ class ResponseAnswer:
         """Nobody waits for the answer any more."""
         self._generation.abort()
 
-    async def _finished(self) -> dict[str, Any]:
-        choice = self._generation.choices[0]
-        status = "incomplete" if choice.finish_reason == "length" else "completed"
-        part = _part(choice.text) | {"logprobs": await self._logprobs(choice, choice.told)}
-        response = self._response(status, [self._item(status, part)])
+    def _finished(self) -> dict[str, Any]:
+        choice, status = self._generation.choices[0], self._status
+        response = self._response(status, self._items.done)
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
@@ -99,17 +115,8 @@ class ResponseAnswer:
             "total_tokens": len(flight.prompt) + choice.num_tokens,
         }
         if self._body.store is not False:
-            talk = [*self._talk, {"role": "assistant", "content": choice.text}]
-            self._memory.keep(self._id, Kept(talk, dump(response)))
+            self._memory.keep(self._id, Kept([*self._talk, told_reply(self._reply)], dump(response)))
         return response
-
-    async def _logprobs(self, choice: Choice, told: range, *, with_bytes: bool = True) -> list[dict[str, Any]]:
-        scores = choice.scores(told)
-        return await tell_logprobs(self._texts, scores, begins=told.start == 0, with_bytes=with_bytes)
-
-    def _item(self, status: str, part: dict[str, Any] | None) -> dict[str, Any]:
-        content = [part] if part is not None else []
-        return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body = self._body
@@ -129,18 +136,18 @@ class ResponseAnswer:
             "metadata": body.metadata or {},
             "model": self._model,
             "output": output,
-            "parallel_tool_calls": bool(body.parallel_tool_calls),
+            "parallel_tool_calls": self._replies.toolbox.is_parallel,
             "presence_penalty": 0.0,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": (body.model_extra or {}).get("tool_choice") or "none",
-            "tools": [],
+            "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
+            "tools": [_told_tool(tool) for tool in self._replies.toolbox.tools],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
@@ -162,14 +169,26 @@ async def answer_response(service: Service, body: ResponsesRequest, memory: Memo
         raise ApiError(400, "the events of a response do not tell usage so far", param="stream_options")
     logprobs = _num_logprobs(service, body)
     earlier = memory.recall(body.previous_response_id) if body.previous_response_id is not None else []
-    talk = [*earlier, *turns(body.input)]
+    talk = [*earlier, *turns(body.input, earlier)]
     instructed: Talk = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
-    prompt = await service.encode_chat([*instructed, *talk], param="input")
+    prompts, toolbox = service.prompts, response_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    if toolbox.offered and logprobs is not None:
+        raise ApiError(400, "log-probabilities cannot be included in a response that may call tools", param="include")
+    values = prompts.template_values(body.chat_template_kwargs, "chat_template_kwargs")
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        values |= prompts.reasoning_effort(body.reasoning.effort, "reasoning.effort")
+    prompt = await prompts.encode_chat([*instructed, *talk], param="input", tools=toolbox.offered, **values)
+    if toolbox.needs_grammar:
+        raise ApiError(
+            400, "tool_choice, strict and parallel_tool_calls=false are not enforced yet", param="tool_choice"
+        )
+    replies = plan_reply(prompts.reply, prompts.tokenizer, toolbox, prompt)
     max_tokens = service.room_for(prompt, body.max_output_tokens, param="input")
     params = service.params(body, max_tokens, None, logprobs=logprobs)
-    plan = PromptPlan(prompt, params, tells_all=False, by_default=body.max_output_tokens is None)
+    by_default = body.max_output_tokens is None
+    plan = PromptPlan(prompt, params, tells_all=False, by_default=by_default, shown=replies.shown)
     generation = service.start([plan], body.timeout, client)
-    return ResponseAnswer(generation, body, model, talk, memory, service.token_texts())
+    return ResponseAnswer(generation, body, model, talk, memory, service.token_texts(), replies)
 
 
 def _num_logprobs(service: Service, body: ResponsesRequest) -> int | None:
@@ -183,5 +202,6 @@ def _num_logprobs(service: Service, body: ResponsesRequest) -> int | None:
     return (body.top_logprobs or 0) if body.include else None
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _told_tool(tool: Tool) -> dict[str, Any]:
+    function = tool.described()["function"]
+    return {"type": "function", "description": None, **function, "strict": tool.strict}

@@ -14,6 +14,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -47,7 +48,7 @@ def serve(options: ServerOptions, engine: EngineOptions, command: Sequence[str] 
     keys = read_keys(options, api_key())
     options.check_tls()
     source = resolve(engine.model)
-    tokenizer = _tokenizer(source)
+    tokenizer = _tokenizer(source, options.chat_template)
     sock = _listen(options)
     try:
         writer = set_up_logs(options.log_file, log_level())
@@ -197,9 +198,17 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
-def _tokenizer(source: ModelSource) -> Tokenizer | None:
+def _tokenizer(source: ModelSource, template: str | None) -> Tokenizer | None:
     try:
-        return load_tokenizer(source)
+        tokenizer = load_tokenizer(source)
     except ModelNotFound as error:
         log.warning("%s", error)
         return None
+    return tokenizer if template is None else tokenizer.with_template(_read_template(template))
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template {path}: {error}") from error

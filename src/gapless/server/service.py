@@ -7,32 +7,28 @@ before the first byte of an answer.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gapless.core.choices import candidates, num_candidates
 from gapless.core.limits import all_stop_ids, check_room, check_tokens, check_top, most_tokens
 from gapless.core.params import SamplingParams
-from gapless.errors import CorruptModel, InvalidRequest, PromptTooLong, TemplateBusy
-from gapless.server.conversation import check_message
-from gapless.server.errors import ApiError
+from gapless.server.errors import ApiError, refused
 from gapless.server.generation import Choice, Generation
 from gapless.server.logprobs import TokenTexts
 from gapless.server.messages import Ready
 from gapless.server.options import ServerOptions
-from gapless.server.protocol import Choosing, MessageBody, Sampling
+from gapless.server.prompts import PromptWriter
+from gapless.server.protocol import Choosing, Sampling
 from gapless.server.render_pool import RenderPool
 from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
-from gapless.text.control import LONG_TEXT
-from gapless.text.conversation import ChatEncoder, Versions
-from gapless.text.render_process import RenderProcess
-from gapless.text.tokenizer import HUGE_TEXT, Tokenizer
+from gapless.text.reply import find_reply_format
+from gapless.text.tokenizer import Tokenizer
 from gapless.text.transcript import Transcript
 
 log = logging.getLogger(__name__)
@@ -48,7 +44,6 @@ SHARED = (  # parameters that have the same name in a body and in SamplingParams
     "include_stop_str_in_output",
     "ignore_eos",
 )
-NUM_HUGE_TEXTS = 2  # tokenized at the same time: each takes hundreds of bytes a character
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +55,7 @@ class PromptPlan:
     shows_tokens: bool = True
     tells_all: bool = True  # log-probabilities of tokens that are no part of the text too
     by_default: bool = False  # max_tokens is the server's default, not the client's wish
+    shown: Collection[int] = ()  # special tokens that are part of the text, for who reads tags in it
 
 
 class Service:
@@ -81,8 +77,10 @@ class Service:
         self.renderer = renderer
         self.names = tuple(names)
         self._token_texts = {by_id: TokenTexts(tokenizer, by_id=by_id) for by_id in (False, True)}
-        self._chats = ChatEncoder(tokenizer, allow_special_tokens=allow_special_tokens) if tokenizer else None
-        self._huge_texts = asyncio.Semaphore(NUM_HUGE_TEXTS)
+        reply = find_reply_format(tokenizer, options.tool_format, options.reasoning_format) if tokenizer else None
+        self.prompts = PromptWriter(
+            tokenizer, renderer, reply, lambda: self.info.max_model_len, allow_special_tokens=allow_special_tokens
+        )
         self.created = int(time.time())
         self.draining = False
         self._clients: dict[int, str] = {}  # of flights that are not over, by id
@@ -118,68 +116,9 @@ class Service:
 
     # -- text --------------------------------------------------------------------------------------------------------
 
-    async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises ApiError."""
-        tokenizer, most = self._tokenizer(), self.info.max_model_len
-
-        def tokens() -> list[int]:
-            tokenizer.check_length(text, most)
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-        return await self._tokenize(tokens, len(text), param)
-
-    async def _tokenize(self, tokens: Callable[[], list[int]], num_chars: int, param: str) -> list[int]:
-        """Call where others do not wait for it, and not for too many huge texts at the same time."""
-        with refused(param):
-            if num_chars < LONG_TEXT:  # a thread would take longer
-                return tokens()
-            async with self._huge_texts if num_chars > HUGE_TEXT else contextlib.nullcontext():
-                return await asyncio.to_thread(tokens)
-
-    def chat_messages(self, messages: Sequence[MessageBody]) -> list[dict[str, Any]]:
-        """Messages as the template expects them. `developer` is a newer name of `system`. Raises ApiError."""
-        template = (self.tokenizer.chat_template if self.tokenizer is not None else None) or ""
-        for index, message in enumerate(messages):
-            check_message(message, f"messages.{index}", template)
-        return [
-            {name: value for name, value in message if name in message.model_fields_set}
-            | {"role": "system" if message.role == "developer" else message.role}
-            for message in messages
-        ]
-
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        param: str = "messages",
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **extra: Any,
-    ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn. Raises ApiError."""
-        self._tokenizer()
-        chats, most = self._chats, self.info.max_model_len
-        assert chats is not None
-        values = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-
-        def render(process: RenderProcess) -> tuple[Versions, list[str | None]]:
-            versions = chats.versions(messages, most, values | extra)
-            return versions, process.render(versions.conversations)
-
-        with refused(param):
-            versions, texts = await self.renderer.run(render)
-        return await self._tokenize(lambda: chats.tokens(versions, texts, most), len(texts[0] or ""), param)
-
-    async def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, special ones included. Raises ApiError."""
-        tokenizer = self._tokenizer()
-        if len(tokens) < LONG_TEXT:
-            return tokenizer.decode(tokens, skip_special_tokens=False)
-        return await asyncio.to_thread(tokenizer.decode, tokens, skip_special_tokens=False)
-
     def tokenizer_info(self) -> dict[str, Any]:
         """Facts with which clients can tokenize and write prompts on their own. Raises ApiError."""
-        tokenizer = self._tokenizer()
+        tokenizer = self.prompts.tokenizer
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "vocab_size": tokenizer.vocab_size,
@@ -193,11 +132,6 @@ class Service:
 
     def token_texts(self, by_id: bool | None = False) -> TokenTexts:
         return self._token_texts[bool(by_id)]
-
-    def _tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ApiError(400, "the model has no tokenizer; send a completion request with token ids")
-        return self.tokenizer
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
@@ -291,6 +225,7 @@ class Service:
             min_tokens=params.min_tokens,
             include_stop=params.include_stop_str_in_output,
             tells_starts=params.logprobs is not None,
+            shown=plan.shown,
         )
         return Choice(index, flight, transcript, shows_tokens=plan.shows_tokens, tells_all=plan.tells_all)
 
@@ -322,21 +257,3 @@ class Service:
         if allowed and (own := self._num_of_client[client]) + count > allowed:
             message = f"{own} of your requests run or wait; with these {count} more than the {allowed} that may"
             raise ApiError(429, message, code="client_queue_full", retry_after_s=RETRY_AFTER_S)
-
-
-@contextlib.contextmanager
-def refused(text: str = "prompt") -> Iterator[None]:
-    """Turn errors into what the client is told. `text`: what the client calls its prompt or its messages."""
-    try:
-        yield
-    except (InvalidRequest, CorruptModel) as error:
-        raise _refusal(error, text) from None
-
-
-def _refusal(error: InvalidRequest | CorruptModel, text: str) -> ApiError:
-    named = error.param if isinstance(error, InvalidRequest) else None
-    param = text if named in (None, "prompt", "messages") else named
-    if isinstance(error, TemplateBusy):
-        return ApiError(503, str(error), param=param, code="template_busy", retry_after_s=RETRY_AFTER_S)
-    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-    return ApiError(400, str(error), param=param, code=code)

@@ -138,12 +138,16 @@ def _checked_message(where: str, message: object) -> dict[str, Any]:
         raise InvalidRequest(
             f"{where} must be an object with role and content, not {type(message).__name__}", "messages"
         )
+    calls = bool(message.get("tool_calls"))
     for key in ("role", "content"):
-        if key not in message:
+        if key not in message and not (calls and key == "content"):
             raise InvalidRequest(f"{where} has no {key}", "messages")
     if not isinstance(message["role"], str):
         raise InvalidRequest(f"{where}.role must be a string, not {type(message['role']).__name__}", "messages")
-    return {**message, "content": _content(f"{where}.content", message["content"])}
+    content = message.get("content")
+    if calls and content is None:
+        content = ""
+    return {**message, "content": _content(f"{where}.content", content)}
 
 
 def _content(where: str, content: object) -> str:

@@ -44,7 +44,7 @@ class ChatEncoder:
             raise InvalidRequest("the messages are nested too deeply", "messages") from None
 
     def _versions(self, plain: Conversation, most: int) -> Versions:
-        texts = list(_strings([plain.messages, plain.extra]))
+        texts = list(strings([plain.messages, plain.extra]))
         if sum(map(len, texts)) > most * CHARACTERS_A_TOKEN:
             raise PromptTooLong(most, f"more than {most * CHARACTERS_A_TOKEN} characters")
         marks = set[str]() if self._allows_special else set[str]().union(*map(self._control.marks_in, texts))
@@ -90,14 +90,14 @@ def _disguise_tokens(text: str, table: Mapping[int, str], control: ControlTokens
     return "".join([*pieces, text[end:]])
 
 
-def _strings(value: object) -> Iterator[str]:
+def strings(value: object) -> Iterator[str]:
     """All text in a value, names of fields included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from chain.from_iterable(map(_strings, chain(value.keys(), value.values())))
+        yield from chain.from_iterable(map(strings, chain(value.keys(), value.values())))
     elif isinstance(value, Sequence):
-        yield from chain.from_iterable(map(_strings, value))
+        yield from chain.from_iterable(map(strings, value))
 
 
 def _mapped(conversation: Conversation, change: Callable[[str], str]) -> Conversation:

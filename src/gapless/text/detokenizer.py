@@ -26,11 +26,19 @@ class _TextStream(Protocol):
 
 
 class Detokenizer:
-    """Shows neither the `hidden` tokens nor, with `skip_special_tokens`, the special ones."""
+    """Shows neither the `hidden` tokens nor, with `skip_special_tokens`, the special ones that are not `shown`."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, hidden: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        hidden: Collection[int] = (),
+        shown: Collection[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         special = tokenizer.special_ids if skip_special_tokens else frozenset()
+        special = special.difference(shown) if shown else special
         self._skipped = special if special.issuperset(hidden) else special.union(hidden)
         self._stream = _open_stream(tokenizer)
         self._cleaner = CleanUpStream() if tokenizer.cleans_up_spaces else None

@@ -56,9 +56,9 @@ class StopMatcher:
         match = self._first_match(text, len(self._held)) if may_stop else None
         if match is not None:
             return self._stop_at(match, text)
-        open_start = min(_open_start(text, stop) for stop in self._stops)
-        self._held = text[open_start:]
-        return StopResult(text[:open_start])
+        cut = min(open_start(text, stop) for stop in self._stops)
+        self._held = text[cut:]
+        return StopResult(text[:cut])
 
     def finish(self) -> StopResult:
         """The text ends: return what was held back."""
@@ -76,7 +76,7 @@ class StopMatcher:
         return min(found, key=lambda match: (match.end, match.start), default=None)
 
 
-def _open_start(text: str, stop: str) -> int:
+def open_start(text: str, stop: str) -> int:
     """Where the longest suffix of `text` that begins, but is not yet, the stop string starts."""
     longest = min(len(text), len(stop) - 1)
     length = next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

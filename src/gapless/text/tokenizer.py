@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,10 @@ class Tokenizer:
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """From the metadata of a GGUF file."""
         return cls(read_gguf(metadata))
+
+    def with_template(self, template: str) -> Tokenizer:
+        """The same tokenizer with a different chat template."""
+        return Tokenizer(replace(self._parts, chat_template=template))
 
     @property
     def bos_token(self) -> str | None:

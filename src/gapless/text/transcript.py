@@ -39,9 +39,10 @@ class Transcript:
         min_tokens: int = 0,
         include_stop: bool = False,
         tells_starts: bool = False,
+        shown: Collection[int] = (),  # special tokens that are part of the text
     ) -> None:
         hidden = () if include_stop else stop_ids  # each can only be the last token
-        self._detokenizer = Detokenizer(tokenizer, hidden=hidden) if tokenizer is not None else None
+        self._detokenizer = Detokenizer(tokenizer, hidden=hidden, shown=shown) if tokenizer is not None else None
         self._one_by_one = len(stop) > 0 or tells_starts
         self._matcher = StopMatcher(stop, include_stop=include_stop)
         self._min_tokens = min_tokens

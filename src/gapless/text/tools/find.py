@@ -1,0 +1,29 @@
+"""The format of a model's tool calls: from its chat template, or by name."""
+
+from __future__ import annotations
+
+from gapless.errors import ConfigError
+from gapless.text.tools.base import ToolFormat
+from gapless.text.tools.hermes import Hermes
+from gapless.text.tools.llama3 import Llama3
+from gapless.text.tools.mistral import Mistral
+from gapless.text.tools.plain import Plain
+
+FORMATS: tuple[ToolFormat, ...] = (
+    Hermes(),
+    Mistral(has_args=True),
+    Mistral(has_args=False),
+    Llama3(),
+    Plain(),
+)  # the first that fits
+NAMES = tuple(each.name for each in FORMATS)
+
+
+def find_format(template: str | None, name: str = "auto") -> ToolFormat:
+    """The named format; with "auto" the one that the template is made for. Raises ConfigError."""
+    if name == "auto":
+        return next(each for each in FORMATS if each.fits(template or ""))
+    found = next((each for each in FORMATS if each.name == name), None)
+    if found is None:
+        raise ConfigError(f"tool_format must be one of auto, {', '.join(NAMES)}; got {name!r}")
+    return found

@@ -1,0 +1,71 @@
+"""Reasoning at the beginning of a reply, whatever the cuts, and found from the template or the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gapless.errors import ConfigError
+from gapless.text.deltas import WholeReply
+from gapless.text.reasoning import find_reasoning
+from gapless.text.reply import ReplyFormat
+from gapless.text.tools.find import find_format
+
+THINK = find_reasoning(None, lambda tag: False, "think")
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+def read(pieces: Sequence[str], *, is_open: bool = False) -> WholeReply:
+    parser = ReplyFormat(find_format(None, "hermes"), THINK).parser(("f",), is_reasoning=is_open)
+    reply = WholeReply()
+    for piece in pieces:
+        reply.add(parser.push(piece))
+    reply.add(parser.finish())
+    for call in reply.calls:
+        call.id = ""
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "reasoning", "content", "num_calls"),
+    [
+        ("<think>\nhm, well\n</think>\n\nYes.", False, "hm, well", "Yes.", 0),
+        ("hm\n</think>\n\nYes.", True, "hm", "Yes.", 0),
+        ("  <think></think>Yes.", False, "", "Yes.", 0),
+        ("No reasoning, <think> or not", False, "", "No reasoning, <think> or not", 0),
+        ("<think>never ends </thi", False, "never ends </thi", "", 0),
+        ("<thin", False, "", "<thin", 0),
+        (f"<think>{CALL}</think>{CALL}", False, CALL, "", 1),
+        (f"{CALL}", False, "", "", 1),
+        (f"a b\n</think>\nSo:\n{CALL}", True, "a b", "So:", 1),
+    ],
+)
+def test_a_reply_is_split_at_every_cut(text: str, is_open: bool, reasoning: str, content: str, num_calls: int) -> None:
+    whole = read([text], is_open=is_open)
+    assert (whole.reasoning, whole.content, len(whole.calls)) == (reasoning, content, num_calls)
+    assert read(text, is_open=is_open) == whole
+    assert all(read([text[:cut], text[cut:]], is_open=is_open) == whole for cut in range(len(text)))
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", " ", "\n", "a", "<", CALL]), max_size=8), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_cuts_never_matter(parts: list[str], is_open: bool) -> None:
+    text = "".join(parts)
+    assert read(parts, is_open=is_open) == read(text, is_open=is_open) == read([text], is_open=is_open)
+
+
+def test_the_tags_are_found_in_the_template_or_in_the_vocabulary() -> None:
+    def found(template: str | None, *tokens: str) -> str | None:
+        format = find_reasoning(template, tokens.__contains__)
+        return None if format is None else format.name
+
+    assert found("{{ m.content.split('</think>')[-1] }}") == "think"
+    assert found(None, "[THINK]", "[/THINK]") == "mistral"
+    assert found("{{ messages }}", "<think>") is None
+    assert found("<|channel>thought\n<channel|>") == "gemma"
+    assert find_reasoning("</think>", lambda tag: True, "none") is None
+    with pytest.raises(ConfigError, match="think"):
+        find_reasoning(None, lambda tag: False, "thonk")
