@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gapless import __version__
-from gapless.cli import main
+from gapless.cli import build_parser, main
 
 LINES = [
     {"id": "greedy", "prompt": "The capital of France is", "temperature": 0, "max_tokens": 4},
@@ -104,6 +104,32 @@ def test_wrong_usage_is_one_clear_line(arguments: list[str], words: str, capsys:
     assert words in error
     assert error.startswith("gapless: ")
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "gapless: the following arguments are required: COMMAND"),
+        (["generate", "x", "--temprature", "1"], "unknown option --temprature; did you mean --temperature?"),
+        (["generate", "x", "--max-token=1"], None),  # argparse accepts a unique beginning
+        (["generate", "two", "words"], "unexpected argument 'words'; text with spaces needs quotes"),
+        (["bench", "host", "--stepps", "1"], "gapless bench host: unknown option --stepps; did you mean --steps?"),
+        (["info", "--xyzzy"], "gapless info: unknown option --xyzzy\n"),
+        (["serve", "--port", "x"], "gapless serve: argument --port: invalid int value: 'x'"),
+    ],
+)
+def test_a_wrong_argument_is_two_lines(
+    arguments: list[str], words: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if words is None:
+        assert build_parser().parse_args(arguments).max_tokens == 1
+        return
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 2
+    assert "--help` for the options" in error
 
 
 def test_generate_streams(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from gapless import __version__, console
 from gapless.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from gapless.commands.arguments import CommandParser
 from gapless.config import EngineOptions, log_level
 from gapless.core.params import SamplingParams
 from gapless.errors import GaplessError, OutputError
@@ -63,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands with their options."""
-    parser = argparse.ArgumentParser(
-        prog="gapless", description="LLM inference in which the device never waits for the host."
-    )
+    parser = CommandParser(prog="gapless", description="LLM inference in which the device never waits for the host.")
     parser.add_argument("--version", action="version", version=f"gapless {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -118,9 +117,7 @@ def _add_chat(commands: Any) -> None:
     chat = _command(commands, "chat", "talk with a model in the terminal", _chat)
     chat.add_argument("--system", metavar="TEXT", help="the system message")
     chat.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
-    chat.add_argument(
-        "--tools", metavar="FILE", help="JSON list of tools that the model may call; you type the results"
-    )
+    chat.add_argument("--tools", metavar="FILE", help="JSON list of tools to offer; you type the results of calls")
     chat.add_argument("--history", metavar="FILE", help="lines typed before (default: chat_history in XDG_STATE_HOME)")
     chat.add_argument("--no-history", action="store_true", help="neither read nor keep the lines that are typed")
     chat.add_argument("--url", help="talk with an OpenAI endpoint such as http://127.0.0.1:8000; loads no model here")
@@ -229,7 +226,11 @@ def _add_flag(group: Any, name: str, default: Any, text: str, owner: type) -> No
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         return
     kinds = typing.get_args(typing.get_type_hints(owner)[name]) or (typing.get_type_hints(owner)[name],)
-    group.add_argument(flag, type=_number_or_text if str not in kinds or int in kinds else str, default=None, help=text)
+    kind = _number_or_text if str not in kinds or int in kinds else str
+    metavar = (
+        "N" if kinds[0] is int and str not in kinds else "X" if kinds[0] is float else name.rpartition("_")[2].upper()
+    )
+    group.add_argument(flag, type=kind, default=None, metavar=metavar, help=text)
 
 
 def _number_or_text(text: str) -> int | float | str:

@@ -88,8 +88,15 @@ def test_what_cannot_be_loaded(tmp_path: Path, text: str, words: str) -> None:
     path.write_text(text)
     with pytest.raises(InvalidRequest, match=words):
         load(str(path))
-    with pytest.raises(InvalidRequest, match="no such file"):
-        load(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("none", "no such file"), ("-", "no such file"), (".", "is not a file"), ("/dev/zero", "is not a file")],
+)
+def test_what_is_no_file(path: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        load(path)
 
 
 def test_saving_again_replaces_the_file(tmp_path: Path) -> None:

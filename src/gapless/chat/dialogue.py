@@ -16,6 +16,8 @@ from gapless.errors import InvalidRequest, OutputError
 from gapless.prompt_file import BadLine, read_prompts
 from gapless.text.chat import check_messages
 
+MAX_FILE_BYTES = 64 * 2**20
+
 
 class Dialogue:
     """One conversation. Its turns end with a whole answer, or with a question that is being answered."""
@@ -75,10 +77,11 @@ def save(path: str, dialogue: Dialogue, params: Mapping[str, Any]) -> Path:
 
 def load(path: str) -> tuple[Dialogue, dict[str, Any]]:
     """Read a conversation back, with its sampling parameters. Raises InvalidRequest."""
-    if path == "-":
-        raise InvalidRequest("a conversation is loaded from a file, not from standard input")
+    place = os.path.expanduser(path)
+    if os.path.exists(place) and (not os.path.isfile(place) or os.path.getsize(place) > MAX_FILE_BYTES):
+        raise InvalidRequest(f"{path}: is not a file of at most {MAX_FILE_BYTES >> 20} MiB")
     with open(os.devnull, "rb") as nothing:
-        lines = read_prompts(os.path.expanduser(path), nothing).lines
+        lines = read_prompts(os.path.abspath(place), nothing).lines
     line = lines[0]
     if len(lines) > 1:
         raise InvalidRequest(f"{path}: has {len(lines)} lines; a conversation is one line with messages")
