@@ -66,6 +66,7 @@ def test_tilings_cover_their_product_and_fit_the_chip(num_rows: int, model: str,
             assert tiling.block_m in (16, 32, 64, 128)
             assert num_rows <= tiling.block_m or num_rows > 64
             assert tiling.kernel == "tiles" or (ring and num_rows <= 32)
+            assert tiling.kernel == "ring" or tiling.triggers != "requested"
             assert 2 <= tiling.num_stages <= SHARED_MEMORY_BYTES // stage_bytes(tiling, gated=gated)
             fitting = tiling.stages_within(SMALL_BYTES, gated=gated)
             assert fitting == min(tiling.num_stages, SMALL_BYTES // stage_bytes(tiling, gated=gated)) >= 1
@@ -117,16 +118,16 @@ def test_one_row_of_a_small_model_is_in_flight_at_once() -> None:
 
 RINGS = {  # as measured
     ("8B", 1): {
-        "qkv": Tiling(16, 64, 128, num_stages=6, triggers_early=True, kernel="ring"),
+        "qkv": Tiling(16, 64, 128, num_stages=6, triggers="requested", kernel="ring"),
         "out": Tiling(16, 64, 128, splits=2, num_stages=6, kernel="ring"),
         "gate_up": Tiling(16, 64, 256, num_stages=2, kernel="ring"),
     },
     ("8B", 17): {
-        "qkv": Tiling(32, 64, 256, num_stages=3, triggers_early=True, kernel="ring"),
+        "qkv": Tiling(32, 64, 256, num_stages=3, triggers="requested", kernel="ring"),
         "out": Tiling(32, 64, 128, splits=4, num_stages=4, kernel="ring"),
     },
     ("0.6B", 17): {
-        "qkv": Tiling(32, 32, 128, num_stages=4, triggers_early=True, kernel="ring"),
+        "qkv": Tiling(32, 32, 128, num_stages=4, triggers="at once", kernel="ring"),
         "out": Tiling(32, 32, 256, splits=4, num_stages=2, kernel="ring"),
         "gate_up": Tiling(32, 32, 256, num_stages=4, kernel="ring"),
     },

@@ -92,7 +92,7 @@ def product(
         assert not gated  # parts of `up` are not added up
         assert num_tiles * row_tiles <= COUNTERS
         assert tiling.splits * columns * row_tiles * tiling.block_m <= PARTS
-    shape |= {"BLOCK_M": tiling.block_m, "SPLITS": tiling.splits, "TRIGGER_EARLY": tiling.triggers_early}
+    shape |= {"BLOCK_M": tiling.block_m, "SPLITS": tiling.splits, "TRIGGER": tiling.triggers}
     shape |= {"ORDER_FREE": order_free}
     scratch = (workspace.parts, workspace.counters, squares, squares, num_rows, num_squares, eps)
     if tiling.kernel == "ring":

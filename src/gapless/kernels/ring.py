@@ -103,12 +103,12 @@ def ring_product(
     x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps,
     N: gl.constexpr, K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     NUM_STAGES: gl.constexpr, SPLITS: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
-    MAX_SQUARES: gl.constexpr, SQUARES_STRIDE: gl.constexpr, TRIGGER_EARLY: gl.constexpr, ORDER_FREE: gl.constexpr,
+    MAX_SQUARES: gl.constexpr, SQUARES_STRIDE: gl.constexpr, TRIGGER: gl.constexpr, ORDER_FREE: gl.constexpr,
 ):  # fmt: skip
     """One tile of columns and all rows, over one part of the inner dimension, as `skinny.product`.
 
     weight: a descriptor of [N, K] in tiles [BLOCK_N, BLOCK_K].
-    TRIGGER_EARLY: the next kernel may be launched when all weights are requested, not only when they are read.
+    TRIGGER: when the next kernel may be launched, see `tilings.Trigger`.
     """
     num_warps: gl.constexpr = gl.num_warps()
     row_warps: gl.constexpr = 1 if BLOCK_M == 16 else 2
@@ -134,6 +134,8 @@ def ring_product(
     for i in gl.static_range(NUM_STAGES):
         if i < num_chunks:
             _fetch(weight, tiles, filled, i, first_column, begin + i * BLOCK_K, True, N, GATED, stage_bytes)
+    if TRIGGER == "at once":
+        gdc_launch_dependents()
     gdc_wait()  # all that came before is written from here on
 
     x_row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, rows_layout))
@@ -164,7 +166,7 @@ def ring_product(
         mbarrier.wait(filled.index(stage), (chunk // NUM_STAGES) & 1)
         _sync()  # rows that other threads copied are there as well
         acc, acc_up = _multiply(acc, acc_up, rows, tiles, stage, BLOCK_K, GATED, mma)
-        if TRIGGER_EARLY:  # noqa: SIM102 (decided when compiled)
+        if TRIGGER == "requested":  # noqa: SIM102 (decided when compiled)
             if chunk == max(num_chunks - NUM_STAGES, 0):
                 gdc_launch_dependents()
         if num_chunks > NUM_STAGES:
@@ -174,7 +176,7 @@ def ring_product(
             _fetch(weight, tiles, filled, stage, first_column, begin + ahead * BLOCK_K, wanted, N, GATED, stage_bytes)
             _copy_rows(rows.index(stage), x_at + ahead * BLOCK_K, mask=x_mask & wanted)
         async_copy.commit_group()
-    if not TRIGGER_EARLY:
+    if TRIGGER == "read":
         gdc_launch_dependents()
 
     is_last = True

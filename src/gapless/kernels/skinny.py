@@ -53,14 +53,14 @@ def product(
     x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, MAX_SQUARES: tl.constexpr,
-    SQUARES_STRIDE: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PREFETCHES: tl.constexpr, TRIGGER_EARLY: tl.constexpr,
+    SQUARES_STRIDE: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PREFETCHES: tl.constexpr, TRIGGER: tl.constexpr,
     ORDER_FREE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of columns and rows, over one part of the inner dimension.
 
     GATED: the weight has gate rows, then up rows.
     ORDER_FREE: sums of squares do not depend on the tile (kernels/order_free).
-    TRIGGER_EARLY: the next kernel may be launched at once, not only when the weights are read.
+    TRIGGER: when the next kernel may be launched, see `tilings.Trigger`.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -75,7 +75,7 @@ def product(
             _prefetch_weights(weight, tile, split, K, part_size, BLOCK_N, PREFETCH_BYTES, PREFETCHES)
             if GATED:
                 _prefetch_weights(weight + N * K, tile, split, K, part_size, BLOCK_N, PREFETCH_BYTES, PREFETCHES)
-        if TRIGGER_EARLY:
+        if TRIGGER == "at once":
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # all that came before is written from here on
     if NORM:  # the end needs them: loaded before the loop
@@ -93,7 +93,7 @@ def product(
         acc = tl.dot(a, tl.trans(tl.load(weight_at + start)), acc)
         if GATED:
             acc_up = tl.dot(a, tl.trans(tl.load(weight_at + N * K + start)), acc_up)
-    if PDL and not TRIGGER_EARLY:
+    if PDL and TRIGGER == "read":
         tl.extra.cuda.gdc_launch_dependents()  # the next kernel may be launched, and waits
 
     is_last = True

@@ -20,6 +20,10 @@ PREFETCH_BYTES = 16384
 VECTOR_BYTES = 65536  # of weights that a program of the kernel for one row holds in registers
 
 
+# the launch of the next kernel: at once, when all weights are requested (in rings alone), or when they are read
+Trigger = Literal["at once", "requested", "read"]
+
+
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a product is cut, and when its kernel triggers the launch of the next one."""
@@ -31,7 +35,7 @@ class Tiling:
     num_warps: int = 4
     num_stages: int = 4
     prefetch_bytes: int = 0  # of its weights, that a program prefetches before it waits
-    triggers_early: bool = False  # at once (a ring: when all weights are requested), not when they are read
+    triggers: Trigger = "read"
     kernel: Literal["tiles", "vector", "ring"] = "tiles"
 
     def stages_within(self, shared_bytes: int, *, gated: bool) -> int:
@@ -93,17 +97,20 @@ def _in_ring_large(block_m: int, columns: int, inner: int, *, gated: bool, adds:
         tiling = Tiling(block_m, 64, 128, num_stages=6 if few else 4)
         return _split(tiling, columns, inner, num_programs=128 if few else 256)
     block_k, num_stages = (128, 6) if few else (256, 3)
-    return Tiling(block_m, 64, block_k, num_stages=num_stages, triggers_early=True)
+    return Tiling(block_m, 64, block_k, num_stages=num_stages, triggers="requested")
 
 
 def _in_ring_small(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling | None:
-    """Of a small model, above 16 rows, where every program has a core to itself; of those that add, only short ones."""
+    """Of a small model, above 16 rows, where every program has a core to itself; of those that add, only short ones.
+
+    QKV triggers at once, so that attention requests its first keys while the product before QKV still runs.
+    """
     if block_m == 16 or columns > 32 * NUM_CORES:
         return None
     if gated:
         return Tiling(block_m, 32, 256)
     if not adds:
-        return Tiling(block_m, 32, 128, triggers_early=True)
+        return Tiling(block_m, 32, 128, triggers="at once")
     if columns * inner >= SHORT_NUMBERS:
         return None
     return _split(Tiling(block_m, 32, 256, num_stages=2), columns, inner, num_programs=128)
@@ -113,7 +120,7 @@ def _few_rows(num_rows: int, columns: int, inner: int, *, gated: bool, adds: boo
     """One tile of rows, with as many stages as there is memory for."""
     block_m = max(16, 1 << (num_rows - 1).bit_length())  # what the matrix units take
     if columns > HEAD_COLUMNS:
-        tiling = Tiling(block_m, 128 if num_rows > 16 else 64, 128, num_stages=3, triggers_early=True)
+        tiling = Tiling(block_m, 128 if num_rows > 16 else 64, 128, num_stages=3, triggers="at once")
     else:
         choose = _few_rows_large if inner >= LONG else _few_rows_small
         tiling = choose(block_m, columns, inner, gated=gated, adds=adds)
@@ -126,19 +133,20 @@ def _few_rows_large(block_m: int, columns: int, inner: int, *, gated: bool, adds
     if gated:
         return Tiling(block_m, 64, 128)
     if columns > 4096:
-        return Tiling(block_m, 64, 256, triggers_early=not adds)
+        return Tiling(block_m, 64, 256, triggers="read" if adds else "at once")
     return _split(Tiling(block_m, 64, 128), columns, inner, num_programs=256)
 
 
 def _few_rows_small(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling:
     """Of a small model: gated ones trigger early, others up to 32 rows if they are not short."""
     if gated:
-        return Tiling(block_m, 32 if columns < 8192 else 64, 128, num_stages=5, triggers_early=True)
+        return Tiling(block_m, 32 if columns < 8192 else 64, 128, num_stages=5, triggers="at once")
     block_n = 32 if columns <= 4096 else 64
     many = block_m == 64
     if many and not adds:
         return Tiling(block_m, block_n, 64, num_stages=6)
-    tiling = Tiling(block_m, block_n, 128, num_stages=5, triggers_early=not many and columns * inner >= SHORT_NUMBERS)
+    early = not many and columns * inner >= SHORT_NUMBERS
+    tiling = Tiling(block_m, block_n, 128, num_stages=5, triggers="at once" if early else "read")
     return _split(tiling, columns, inner, num_programs=128)
 
 
