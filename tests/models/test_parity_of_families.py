@@ -36,6 +36,32 @@ GRANITE = of(
     logits_scaling=1.5,
 )
 SMOLLM3 = of("SmolLM3ForCausalLM", "smollm3", num_hidden_layers=3)
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.3], "long_factor": [2.0, 5.0], "rope_theta": 1e4}
+PHI3 = of("Phi3ForCausalLM", "phi3", head_dim=..., sliding_window=None)
+PYTHIA = of("GPTNeoXForCausalLM", "gpt_neox", hidden_act="gelu", rms_norm_eps=..., num_key_value_heads=...)
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": 97,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+} | dict.fromkeys(raw_config().keys() - {"architectures", "model_type", "vocab_size"}, ...)
+COHERE = of("CohereForCausalLM", "cohere", logit_scale=0.3, layer_norm_eps=1e-5)
+COHERE2 = COHERE | of("Cohere2ForCausalLM", "cohere2", sliding_window=24, num_hidden_layers=3)
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24, "num_hidden_layers": 3}
+GEMMA2 = of("Gemma2ForCausalLM", "gemma2", **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
+GEMMA3 = of("Gemma3ForCausalLM", "gemma3_text", **GEMMA)
+OLMO3 = of("Olmo3ForCausalLM", "olmo3", sliding_window=24, num_hidden_layers=3)
+BY_TYPE = {
+    "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 7000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+PARTIAL = {"hidden_size": 32, "partial_rotary_factor": 0.5}
+LOCAL_FIRST = ["sliding_attention", "full_attention", "sliding_attention"]
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "falcon 3": {"head_dim": 16, "tie_word_embeddings": False, "rope_theta": 1000042},
@@ -45,6 +71,29 @@ CASES: dict[str, dict[str, Any]] = {
     "granite": GRANITE,
     "smollm3": SMOLLM3 | {"no_rope_layer_interval": 2},
     "smollm3 by list": SMOLLM3 | {"no_rope_layers": [0, 1, 0], "tie_word_embeddings": ...},
+    "olmo2": of("Olmo2ForCausalLM", "olmo2"),
+    "olmo3": OLMO3 | {"layer_types": LOCAL_FIRST, "rope_parameters": BY_TYPE},
+    "olmo3 before version 5": OLMO3 | {"num_hidden_layers": 4, "rope_scaling": YARN, "rope_theta": 5000.0},
+    "phi3": PHI3,
+    "phi3 long": PHI3 | {"original_max_position_embeddings": 32, "rope_scaling": LONGROPE, **PARTIAL},
+    "phi3 short": PHI3 | {"original_max_position_embeddings": 110, "rope_scaling": LONGROPE, **PARTIAL},
+    "phi3 window": PHI3 | {"sliding_window": 24},
+    "starcoder2": of("Starcoder2ForCausalLM", "starcoder2", hidden_act="gelu_pytorch_tanh", sliding_window=24),
+    "starcoder2 plain": of("Starcoder2ForCausalLM", "starcoder2", hidden_act="gelu", use_bias=False),
+    "pythia": PYTHIA | {"rotary_pct": 0.5, "rotary_emb_base": 900},
+    "neox in order": PYTHIA
+    | {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": False, "hidden_size": 32},
+    "gpt2": GPT2,
+    "gpt2 wide": GPT2 | {"n_inner": 72, "activation_function": "gelu"},
+    "command r": COHERE,
+    "command r+": COHERE | {"use_qk_norm": True, "attention_bias": True},
+    "command r7b": COHERE2 | {"layer_types": LOCAL_FIRST},
+    "command r7b by pattern": COHERE2 | {"num_hidden_layers": 4},
+    "gemma2": GEMMA2,
+    "gemma2 without caps": GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma3": GEMMA3 | {"layer_types": LOCAL_FIRST, "rope_parameters": BY_TYPE},
+    "gemma3 before version 5": GEMMA3
+    | {"rope_local_base_freq": 300.0, "rope_scaling": LINEAR, "rope_theta": 7000.0, "num_hidden_layers": 6},
 }
 
 

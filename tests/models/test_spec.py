@@ -88,6 +88,15 @@ def test_what_fused_layers_lack() -> None:
     assert SkinnyLayers.why_not(replace(PLAIN, embedding_scale=2.0)) == "its layers have no scaled embeddings"
 
 
+def test_what_the_attention_kernels_lack() -> None:
+    pytest.importorskip("triton")
+    from gapless.attention.triton import TritonAttention
+
+    for changes, name in (({"window": 4}, "sliding windows"), ({"sinks": True}, "attention sinks")):
+        specs = of("attention", **changes).attention_specs()
+        assert TritonAttention.why_not(specs) == f"the attention kernels have no {name}"
+
+
 def test_the_first_of_what_is_lacking_is_named() -> None:
     assert lacking([Feature.SINKS, Feature.WINDOW], {Feature.SINKS}) is Feature.WINDOW
     assert lacking([Feature.SINKS], {Feature.SINKS}) is None

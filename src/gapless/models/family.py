@@ -72,11 +72,14 @@ def hf_head_dim(keys: Keys, default: int | None = None) -> int:
     return keys.size("head_dim", default or keys.size("hidden_size") // keys.size("num_attention_heads") or 1)
 
 
-def hf_attention(keys: Keys, *, head_dim: int | None = None, **more: Any) -> AttentionSpec:
-    """Attention to the whole context. head_dim: see `hf_head_dim`; `more` are fields that differ from others'."""
+def hf_attention(keys: Keys, *, head_dim: int | None = None, theta: float = 10000.0, **more: Any) -> AttentionSpec:
+    """Attention to the whole context; `more` are fields that differ from others'.
+
+    head_dim: see `hf_head_dim`. theta: of the rope, where the config has none.
+    """
     num_heads, head_dim = keys.size("num_attention_heads"), hf_head_dim(keys, head_dim)
     if "rope" not in more:
-        more["rope"] = hf_rope(keys, head_dim)
+        more["rope"] = hf_rope(keys, head_dim, theta=theta)
     fields: dict[str, Any] = {
         "num_heads": num_heads,
         "num_kv_heads": keys.size("num_key_value_heads", num_heads),
@@ -91,7 +94,8 @@ def hf_mlp(keys: Keys, *, key: str = "hidden_act", default: str = "silu", **more
     name = keys.string(key, default)
     if name not in ACTIVATIONS:
         raise UnsupportedModel(f"{key} {shown(name)} is not supported; Gapless has {', '.join(ACTIVATIONS)}")
-    return MlpSpec(keys.size("intermediate_size"), **{"activation": ACTIVATIONS[name]} | more)
+    more = {"activation": ACTIVATIONS[name]} | more
+    return MlpSpec(**more) if "size" in more else MlpSpec(keys.size("intermediate_size"), **more)
 
 
 def hf_norm(keys: Keys, *, default: float = 1e-6, **more: Any) -> NormSpec:
@@ -103,39 +107,50 @@ def hf_layer_norm(keys: Keys, key: str = "layer_norm_eps", *, bias: bool = True)
     return NormSpec(keys.number(key, 1e-5), kind="layer", bias=bias)
 
 
-def hf_windows(
+def hf_layers(
     keys: Keys,
+    layer: LayerSpec,
     *,
+    local: LayerSpec | None = None,
     default: int | None = 4096,
     always: bool = False,
-    is_local: Callable[[int], bool] = lambda layer: True,
-) -> list[int | None]:
-    """The window of each layer; None: it sees the whole context. A window as long as the context is none.
+    is_local: Callable[[int], bool] = lambda index: True,
+) -> list[LayerSpec]:
+    """Every layer: `layer` where it sees the whole context, `local` with a window where not.
 
-    default: the window where the config has no key for it. always: it counts even without use_sliding_window.
-    is_local: which layers have it where the config does not list them.
+    local: what it is but for its window, where it differs from `layer`. default: the window where the config has no
+    key for it. always: it counts even without use_sliding_window. is_local: which layers have it where the config does
+    not list them. A window as long as the context is none.
     """
+    window, local = _hf_window(keys, default, always=always), local or layer
+    kinds = _hf_layer_types(keys)
+    if window is None and "sliding_attention" in kinds:
+        raise UnsupportedModel("layer_types has sliding_attention, but there is no sliding_window in use")
+    if window is not None and window < keys.size("max_position_embeddings"):
+        local = replace(local, attention=replace(local.attention, window=window))
     num_layers = keys.size("num_hidden_layers")
+    are_local = [kind == "sliding_attention" for kind in kinds] or [is_local(index) for index in range(num_layers)]
+    return [local if is_here else layer for is_here in are_local]
+
+
+def _hf_window(keys: Keys, default: int | None, *, always: bool) -> int | None:
+    in_use = (always or keys.flag("use_sliding_window")) and not keys.is_null("sliding_window")
+    return keys.size("sliding_window", default) if in_use and (default or keys.get("sliding_window")) else None
+
+
+def _hf_layer_types(keys: Keys) -> list[str]:
+    kinds, num_layers = keys.strings("layer_types"), keys.size("num_hidden_layers")
     check_num_layers(num_layers)
-    kinds = keys.strings("layer_types")
     if kinds and len(kinds) != num_layers:
         raise CorruptModel(f"{keys.where}: layer_types lists {len(kinds)} layers, num_hidden_layers is {num_layers}")
     if other := set(kinds) - {"full_attention", "sliding_attention"}:
         raise UnsupportedModel(f"layer_types {shown(sorted(other))} are not supported")
-    in_use = (always or keys.flag("use_sliding_window")) and not keys.is_null("sliding_window")
-    window = keys.size("sliding_window", default) if in_use and (default or keys.get("sliding_window")) else None
-    if window is None and "sliding_attention" in kinds:
-        raise UnsupportedModel("layer_types has sliding_attention, but there is no sliding_window in use")
-    if window is None or window >= keys.size("max_position_embeddings"):
-        return [None] * num_layers
-    local = [kind == "sliding_attention" for kind in kinds] or [is_local(layer) for layer in range(num_layers)]
-    return [window if is_here else None for is_here in local]
+    return kinds
 
 
-def windowed(layer: LayerSpec, windows: Sequence[int | None]) -> list[LayerSpec]:
-    """Layers that are alike but for their windows."""
-    kinds = {window: replace(layer, attention=replace(layer.attention, window=window)) for window in set(windows)}
-    return [kinds[window] for window in windows]
+def all_but(step: int) -> Callable[[int], bool]:
+    """Local layers, where every layer whose number is a multiple of the step sees the whole context, counted from 1."""
+    return lambda index: (index + 1) % step != 0
 
 
 def refuse_quantized(keys: Keys) -> None:

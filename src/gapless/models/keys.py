@@ -19,6 +19,10 @@ class Keys:
         """prefix: of all keys of the mapping; names: how those are called there whose name differs."""
         self.raw, self.where, self._prefix, self._names = raw, where, prefix, names or {}
 
+    def renamed(self, names: Mapping[str, str]) -> "Keys":
+        """The same, with more keys whose name differs in the mapping."""
+        return Keys(self.raw, self.where, self._prefix, {**names, **self._names})
+
     def full(self, key: str) -> str:
         """The name of a key in the mapping."""
         return self._prefix + self._names.get(key, key)

@@ -10,16 +10,37 @@ from typing import Any
 
 from gapless.errors import CorruptModel, UnsupportedModel
 from gapless.models.config import ModelConfig
-from gapless.models.families import granite, llama, mistral, qwen2, qwen3, smollm3
+from gapless.models.families import (
+    cohere,
+    cohere2,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    starcoder2,
+)
 from gapless.models.family import Family
 from gapless.models.files import shown, token_ids
 from gapless.models.gguf_config import read_gguf_config
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.keys import Keys
+from gapless.models.refused import why_refused
 
 logger = logging.getLogger(__name__)
 
-_FILES = (llama, mistral, qwen2, qwen3, granite, smollm3)
+_FILES = (
+    *(llama, mistral, qwen2, qwen3, granite, smollm3),
+    *(olmo2, olmo3, phi3, starcoder2, gpt_neox, gpt2, cohere, cohere2, gemma2, gemma3),
+)
 FAMILIES: list[Family] = [file.FAMILY for file in _FILES]
 _GGUF_END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
@@ -51,11 +72,14 @@ def _hf_family(keys: Keys) -> Family:
     if "architectures" not in keys.raw and "model_type" not in keys.raw:
         raise CorruptModel("config.json: the key architectures is missing")
     names, model_type = keys.strings("architectures"), keys.string("model_type", "")
+    called = f"architecture {(names[0] if names else model_type)[:80]}"
+    if reason := why_refused(keys):
+        raise UnsupportedModel(f"{called} is not supported: {reason}")
     for family in FAMILIES:
         if family.architecture in names or (not names and family.model_type == model_type):
             return family
     supported = [family.architecture for family in FAMILIES]
-    raise _unsupported(f"architecture {(names[0] if names else model_type)[:80]}", supported)
+    raise _unsupported(called, supported)
 
 
 def _unsupported(what: str, supported: Sequence[str]) -> UnsupportedModel:

@@ -54,6 +54,7 @@ def hf_rope(
     if any(isinstance(value, dict) for value in rope.raw.values()):
         raise UnsupportedModel("rope_parameters that differ from layer to layer are not supported for this family")
     kind = rope.get("rope_type") or rope.get("type", "default")
+    kind = "longrope" if kind == "su" else kind  # its first name
     if kind not in ROPE_KINDS:
         raise UnsupportedModel(f"rope type {shown(kind)} is not supported; Gapless runs {', '.join(ROPE_KINDS)}")
     part = rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", share or 1.0))
@@ -72,6 +73,14 @@ def hf_rope(
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         return replace(base, low_freq_factor=low, high_freq_factor=high)
     return _hf_yarn(rope, base) if kind == "yarn" else base
+
+
+def hf_ropes(keys: Keys, head_dim: int, *, theta: float, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """Of layers that see the whole context, and of those with a window, which are not scaled in old configs."""
+    full = hf_rope(keys, head_dim, "full_attention", theta=theta)
+    if any(isinstance(value, dict) for value in keys.mapping("rope_parameters").values()):
+        return full, hf_rope(keys, head_dim, "sliding_attention", theta=local_theta)
+    return full, RopeConfig(local_theta)
 
 
 def _hf_longrope(rope: Keys, base: RopeConfig, max_positions: int) -> RopeConfig:

@@ -31,12 +31,21 @@ VOCAB_SIZE = 97
 SPREAD = 0.2
 ROOM = Room(num_rows=8, num_places=512, max_batch_tokens=96, max_model_len=96)
 
+_WINDOW = {"sliding_window": 16}
 _CHANGES: dict[str, dict[str, Any]] = {  # what is not as in `raw_config`, so that families differ in shape too
     "mistral": {"num_key_value_heads": 1},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 12, "num_hidden_layers": 3},
     "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
     "smollm3": {"no_rope_layer_interval": 2},
+    "olmo3": _WINDOW,
+    "phi3": _WINDOW | {"partial_rotary_factor": 0.5},
+    "starcoder2": _WINDOW,
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "tie_word_embeddings": True},
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": _WINDOW | {"logit_scale": 0.5, "use_qk_norm": True},
+    "gemma2": _WINDOW | {"head_dim": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0},
+    "gemma3_text": _WINDOW | {"head_dim": 8, "sliding_window_pattern": 2},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     family.model_type: {"architectures": [family.architecture], "model_type": family.model_type}

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gapless.models.config import ModelConfig
-from gapless.models.family import Family, GGUFForm, hf_attention, hf_mlp, hf_model, hf_norm, hf_windows, windowed
+from gapless.models.family import Family, GGUFForm, hf_attention, hf_layers, hf_mlp, hf_model, hf_norm
 from gapless.models.keys import Keys
 from gapless.models.names import GGUF_NAMES
 from gapless.models.spec import LayerSpec
@@ -12,11 +12,11 @@ ARCHITECTURE = "LlamaForCausalLM"
 PAIRS = replace(GGUF_NAMES, pairs=True)  # how GGUF files hold families that are like it
 
 
-def from_hf(keys: Keys) -> ModelConfig:
+def from_hf(keys: Keys, *, theta: float = 10000.0) -> ModelConfig:
     bias = keys.flag("attention_bias")
-    attention = hf_attention(keys, qkv_bias=bias, output_bias=bias)
+    attention = hf_attention(keys, theta=theta, qkv_bias=bias, output_bias=bias)
     layer = LayerSpec(attention, hf_mlp(keys, bias=keys.flag("mlp_bias")), hf_norm(keys))
-    return hf_model(keys, ARCHITECTURE, windowed(layer, hf_windows(keys)))
+    return hf_model(keys, ARCHITECTURE, hf_layers(keys, layer))
 
 
 FAMILY = Family(

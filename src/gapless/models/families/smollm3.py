@@ -12,7 +12,7 @@ ARCHITECTURE = "SmolLM3ForCausalLM"
 
 
 def from_hf(keys: Keys) -> ModelConfig:
-    config = llama.from_hf(keys)
+    config = llama.from_hf(keys, theta=2e6)
     step = keys.size("no_rope_layer_interval", 4)
     rotates = keys.get("no_rope_layers", [(layer + 1) % step != 0 for layer in range(config.num_layers)])
     if not isinstance(rotates, list) or len(rotates) != config.num_layers:
