@@ -62,6 +62,8 @@ LINEAR = {"rope_type": "linear", "factor": 3.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 PARTIAL = {"hidden_size": 32, "partial_rotary_factor": 0.5}
 LOCAL_FIRST = ["sliding_attention", "full_attention", "sliding_attention"]
+MOE = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+QWEN3_MOE = of("Qwen3MoeForCausalLM", "qwen3_moe", num_experts=5, moe_intermediate_size=16, head_dim=12, **MOE)
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "falcon 3": {"head_dim": 16, "tie_word_embeddings": False, "rope_theta": 1000042},
@@ -92,6 +94,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2": GEMMA2,
     "gemma2 without caps": GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
     "gemma3": GEMMA3 | {"layer_types": LOCAL_FIRST, "rope_parameters": BY_TYPE},
+    "mixtral": of("MixtralForCausalLM", "mixtral", num_local_experts=4, sliding_window=24, **MOE),
+    "qwen3 moe": QWEN3_MOE,
+    "qwen3 moe in part": QWEN3_MOE | {"norm_topk_prob": True, "mlp_only_layers": [0]},
     "gemma3 before version 5": GEMMA3
     | {"rope_local_base_freq": 300.0, "rope_scaling": LINEAR, "rope_theta": 7000.0, "num_hidden_layers": 6},
 }

@@ -13,7 +13,7 @@ from gapless.models.files import shown
 from gapless.models.keys import Keys
 from gapless.models.names import GGUF_NAMES, WeightNames
 from gapless.models.rope_config import hf_rope
-from gapless.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from gapless.models.spec import Activation, AttentionSpec, ExpertSpec, LayerSpec, MlpSpec, NormSpec
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -96,6 +96,15 @@ def hf_mlp(keys: Keys, *, key: str = "hidden_act", default: str = "silu", **more
         raise UnsupportedModel(f"{key} {shown(name)} is not supported; Gapless has {', '.join(ACTIVATIONS)}")
     more = {"activation": ACTIVATIONS[name]} | more
     return MlpSpec(**more) if "size" in more else MlpSpec(keys.size("intermediate_size"), **more)
+
+
+def hf_experts(keys: Keys, *, size: int, is_normalized: bool = True, **more: Any) -> MlpSpec:
+    """Experts of this size. Two keys say how many there are, and different versions of transformers write either."""
+    is_old = keys.get("num_local_experts") is None
+    number, chosen = keys.size("num_experts" if is_old else "num_local_experts"), keys.size("num_experts_per_tok")
+    if chosen > number:
+        raise CorruptModel(f"{keys.where}: num_experts_per_tok is {chosen}, there are {number} experts")
+    return hf_mlp(keys, size=size, kind="experts", experts=ExpertSpec(number, chosen, is_normalized), **more)
 
 
 def hf_norm(keys: Keys, *, default: float = 1e-6, **more: Any) -> NormSpec:

@@ -23,6 +23,11 @@ class Keys:
         """The same, with more keys whose name differs in the mapping."""
         return Keys(self.raw, self.where, self._prefix, {**names, **self._names})
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether these are metadata of a GGUF."""
+        return bool(self._prefix)
+
     def full(self, key: str) -> str:
         """The name of a key in the mapping."""
         return self._prefix + self._names.get(key, key)

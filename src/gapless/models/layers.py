@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gapless.models.config import ModelConfig
-from gapless.models.spec import Feature, lacking
 from gapless.models.weight import GatedLinear, Linear, Weight, shared_scheme
 
 
@@ -93,8 +92,8 @@ class PlainLayers:
 
     @staticmethod
     def why_not(config: ModelConfig) -> str | None:
-        missing = lacking(config.features(), set(Feature) - {Feature.EXPERTS})
-        return None if missing is None else f"its layers have no {missing}"
+        """They make up any."""
+        return None
 
     def embed(self, table: Weight, scale: float = 1.0) -> Callable[[Tensor], Hidden]:
         rows = table.dense()

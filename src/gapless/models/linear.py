@@ -30,6 +30,9 @@ class PlainScheme:
     def rows(self, weight: Weight, places: Tensor) -> Weight:
         return plain(weight.data[places.to(weight.data.device)])
 
+    def parts(self, weight: Weight) -> list[Weight]:
+        return [plain(part) for part in weight.data.unbind(0)]
+
     def transposed(self, weight: Weight) -> Weight:
         return plain(weight.data.t().contiguous())
 

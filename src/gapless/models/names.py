@@ -33,6 +33,10 @@ class WeightNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    expert_gate: str = "mlp.experts.{}.gate_proj"  # with a place for the expert's number, or one weight for all
+    expert_up: str = "mlp.experts.{}.up_proj"
+    expert_down: str = "mlp.experts.{}.down_proj"
     transposed: bool = False  # matrices of layers are [in, out]
     head_by_head: bool = False  # in the one weight of q, k and v: those of the first head, then of the next
     pairs: bool = False  # rows of q and k that are rotated together lie side by side, not half a head apart
@@ -71,4 +75,8 @@ GGUF_NAMES = WeightNames(
     gate="ffn_gate",
     up="ffn_up",
     down="ffn_down",
+    router="ffn_gate_inp",
+    expert_gate="ffn_gate_exps",
+    expert_up="ffn_up_exps",
+    expert_down="ffn_down_exps",
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gapless.models.config import ModelConfig
+from gapless.models.experts import ExpertWeights
 from gapless.models.layers import GatedWeights, Norm
 from gapless.models.names import WeightNames
 from gapless.models.rope import head_order
@@ -71,6 +72,29 @@ class LayerReader:
         gate, up = (both.scheme.rows(both, rows) for rows in places)
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
         return GatedWeights(gate, up, gate_bias, up_bias, spec.activation)
+
+    def router(self) -> tuple[Weight, Tensor | None]:
+        assert self._spec.mlp.experts is not None
+        return self._linear(self.names.router, self._spec.mlp.experts.router_bias)
+
+    def experts(self) -> list[ExpertWeights]:
+        """All of them, one after the other."""
+        spec, names = self._spec.mlp, self.names
+        assert spec.experts is not None
+        gates, ups, downs = (self._of_experts(n) for n in (names.expert_gate, names.expert_up, names.expert_down))
+        found = []
+        for (gate, gate_bias), (up, up_bias), (down, down_bias) in zip(gates, ups, downs, strict=True):
+            inner = GatedWeights(gate, up, gate_bias, up_bias, spec.activation)
+            found.append(ExpertWeights(inner, down, down_bias))
+        return found
+
+    def _of_experts(self, name: str) -> list[tuple[Weight, Tensor | None]]:
+        spec = self._spec.mlp
+        assert spec.experts is not None
+        if "{}" in name:
+            return [self._linear(name.format(number), spec.bias) for number in range(spec.experts.count)]
+        weight = self._read(f"{self.names.of_layer(self._index, name)}.weight")
+        return [(part, None) for part in weight.scheme.parts(weight)]
 
     def down(self) -> tuple[Weight, Tensor | None]:
         return self._linear(self.names.down, self._spec.mlp.bias)

@@ -20,11 +20,13 @@ from gapless.models.families import (
     granite,
     llama,
     mistral,
+    mixtral,
     olmo2,
     olmo3,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
     starcoder2,
 )
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 _FILES = (
     *(llama, mistral, qwen2, qwen3, granite, smollm3),
     *(olmo2, olmo3, phi3, starcoder2, gpt_neox, gpt2, cohere, cohere2, gemma2, gemma3),
+    *(mixtral, qwen3_moe),
 )
 FAMILIES: list[Family] = [file.FAMILY for file in _FILES]
 _GGUF_END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from gapless.models.config import ModelConfig
 from gapless.models.names import WeightNames
-from gapless.models.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from gapless.models.spec import AttentionSpec, ExpertSpec, LayerSpec, MlpSpec, NormSpec
 
 _Shape = tuple[int, ...]
 
@@ -61,12 +61,26 @@ def _head_norms(spec: AttentionSpec, names: WeightNames) -> Iterator[tuple[str, 
 
 
 def _mlp(spec: MlpSpec, names: WeightNames, hidden: int) -> Iterator[tuple[str, _Shape]]:
+    if spec.experts is not None:
+        yield from _experts(spec, spec.experts, names, hidden)
+        return
     if spec.kind == "gated" and names.has_one_gate_up:
         yield from _linear(names.up, 2 * spec.size, hidden, spec.bias, names)
     else:
         for name in (names.gate, names.up) if spec.kind == "gated" else (names.up,):
             yield from _linear(name, spec.size, hidden, spec.bias, names)
     yield from _linear(names.down, hidden, spec.size, spec.bias, names)
+
+
+def _experts(spec: MlpSpec, experts: ExpertSpec, names: WeightNames, hidden: int) -> Iterator[tuple[str, _Shape]]:
+    yield from _linear(names.router, experts.count, hidden, experts.router_bias, names)
+    inner, outer = (spec.size, hidden), (hidden, spec.size)
+    for name, shape in ((names.expert_gate, inner), (names.expert_up, inner), (names.expert_down, outer)):
+        if "{}" not in name:
+            yield f"{name}.weight", (experts.count, *shape)
+        else:
+            for number in range(experts.count):
+                yield from _linear(name.format(number), *shape, spec.bias, names)
 
 
 def _linear(

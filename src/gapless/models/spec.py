@@ -79,6 +79,16 @@ class NormSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """How a router chooses among MLPs."""
+
+    count: int
+    num_chosen: int  # for each token
+    is_normalized: bool = True  # shares of the chosen add up to 1
+    router_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class MlpSpec:
     """The part after attention: activation(gate) * up, then down; or without a gate; or several with a router."""
 
@@ -86,6 +96,7 @@ class MlpSpec:
     kind: Literal["gated", "plain", "experts"] = "gated"
     activation: Activation = "silu"
     bias: bool = False
+    experts: ExpertSpec | None = None  # for experts; the size is that of one
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,9 @@ class Scheme(Protocol):
     def rows(self, weight: Weight, places: Tensor) -> Weight:
         """The rows at these places, in their order."""
 
+    def parts(self, weight: Weight) -> list[Weight]:
+        """Of a weight [count, out, in]."""
+
     def transposed(self, weight: Weight) -> Weight:
         """[in, out] as [out, in]."""
 
