@@ -11,7 +11,9 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
+from gapless.core.guide import mask_words
 from gapless.core.limits import Limits
 from gapless.core.outcome import Commit, Finished, TokenLogprob, completion_logprobs, prompt_logprobs
 from gapless.core.params import SamplingParams
@@ -19,8 +21,9 @@ from gapless.core.plan import NO_MORE, Plan
 from gapless.core.request import IntArray, Request, int_array
 from gapless.core.scheduler import Scheduler
 from gapless.errors import StepFailed
-from gapless.pipeline.executor import Ticket
+from gapless.pipeline.executor import FillMasks, Ticket
 from gapless.pipeline.loop import settle
+from gapless.runner.fill import Filled
 
 VOCAB = 53
 
@@ -31,6 +34,11 @@ def next_token(history: Sequence[int], vocab: int = VOCAB) -> int:
     for token in history:
         value = (value * 1_000_003 + int(token) + 11) % (2**61 - 1)
     return (value * 0x9E3779B97F4A7C15 % 2**64 >> 33) % vocab
+
+
+def next_allowed(history: Sequence[int], allowed: npt.NDArray[np.bool_]) -> int:
+    """The first token from the model's own choice on that may come."""
+    return int(np.argmax(np.roll(allowed, -next_token(history))) + next_token(history)) % VOCAB
 
 
 def next_logprob(history: Sequence[int], token: int, num_top: int) -> TokenLogprob:
@@ -56,20 +64,39 @@ class FakeExecutor:
         self._tables = np.full((limits.num_rows, limits.max_blocks), -1)
         self._length = np.zeros(limits.num_rows, int)
         self._last = np.full(limits.num_rows, -1)
+        self._masks = np.ones((limits.num_rows, VOCAB), bool)
         self._results: dict[int, IntArray | StepFailed] = {}
         self.launched: list[Plan] = []
         self.in_flight: list[int] = []  # how many steps were, after each launch
 
     def launch(self, plan: Plan) -> Ticket:
+        self.launched.append(plan)
+        self.in_flight.append(len(self._results) + 1)
+        if plan.is_split:
+            return Ticket(plan, None, open_half=Filled(plan, 0))
+        self._start(plan)
+        return Ticket(plan, None)
+
+    def complete(self, ticket: Ticket, fill_masks: FillMasks) -> Ticket:
+        """All of a split step runs here: nothing comes between its halves on the stream."""
+        assert ticket.open_half is not None
+        assert ticket.plan is self.launched[-1], "something was launched behind an open step"
+        num_rows = len(self._masks)
+        rows, masks = np.zeros(num_rows, np.int64), np.zeros((num_rows, mask_words(VOCAB)), np.int32)
+        self._masks[ticket.plan.seat_rows] = True
+        for row, mask in zip(rows, masks[: fill_masks(ticket.plan, rows, masks)], strict=False):
+            self._masks[row] = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
+        self._start(ticket.plan)
+        return Ticket(ticket.plan, None)
+
+    def _start(self, plan: Plan) -> None:
         try:
             self._results[plan.step] = self._run(plan)
         except IndexError as error:  # follows a step that failed, and finds no blocks
             self._results[plan.step] = StepFailed(str(error))
-        self.launched.append(plan)
-        self.in_flight.append(len(self._results))
-        return Ticket(plan, None)
 
     def collect(self, ticket: Ticket) -> IntArray:
+        assert ticket.open_half is None
         result = self._results.pop(ticket.plan.step)
         if isinstance(result, StepFailed):
             raise result
@@ -78,6 +105,8 @@ class FakeExecutor:
     def _run(self, plan: Plan) -> IntArray | StepFailed:
         if plan.step in self._failures:
             return StepFailed(f"step {plan.step}")
+        if not plan.is_split:
+            self._masks[plan.seat_rows] = True
         for row, index, block in plan.new_blocks.tolist():
             self._tables[row, index] = block
         decoded = [self._decode(row, width, plan.step) for row, width in decode_segments(plan)]
@@ -100,7 +129,7 @@ class FakeExecutor:
         return found + [NO_MORE] * (width - count)
 
     def _sample(self, row: int) -> int:
-        self._last[row] = next_token(self._history(row))
+        self._last[row] = next_allowed(self._history(row), self._masks[row])
         return int(self._last[row])
 
     def _scores(self, plan: Plan, tokens: IntArray) -> list[int]:

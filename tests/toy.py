@@ -16,6 +16,7 @@ import torch
 
 import oracles
 from gapless.attention.base import Attend, AttentionBatch, Rotation
+from gapless.core.guide import mask_words
 from gapless.core.limits import Limits
 from gapless.core.outcome import Commit, Finished, TokenLogprob, completion_logprobs, prompt_logprobs
 from gapless.core.params import SamplingParams
@@ -25,6 +26,7 @@ from gapless.device.base import Buffer, Device
 from gapless.pipeline.depth import FixedDepth
 from gapless.pipeline.executor import Executor, LocalExecutor
 from gapless.pipeline.loop import run_loop
+from gapless.proof.rule import Rule
 from gapless.runner.runner import Runner
 from gapless.runner.sampler import sample, uniform
 from gapless.runner.step import Step
@@ -96,17 +98,27 @@ def toy_runner(device: Device, limits: Limits) -> Runner:
     return Runner(device, limits, ToyKV(kv), Step(ToyModel(), attention, sample))  # type: ignore[arg-type]
 
 
-def toy_truth(request: Request) -> list[int]:
+def toy_truth(request: Request, rule: Rule | None = None) -> list[int]:
     """The tokens that the toy gives to a request, without the engine."""
     tokens: list[int] = request.prompt.tolist()
+    guide = rule.guide() if rule is not None else None
     while len(tokens) < request.limit:
         terms = (torch.tensor(tokens) + 1) * _powers()[: len(tokens)]
         logits: np.ndarray = _logits(terms.sum()[None])[0].numpy()
+        if guide is not None:
+            mask = np.zeros(mask_words(VOCAB), np.int32)
+            guide.fill(mask)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
+            logits = np.where(allowed, logits, -np.inf)
         early = len(tokens) + 1 - request.num_prompt <= request.params.min_tokens
         forbidden = request.stop_ids if early else ()
         tokens.append(oracles.sample(logits, request.params, request.seed, len(tokens), forbidden))
         if tokens[-1] in request.stop_ids:
             break
+        if guide is not None:
+            guide.advance(int_array(tokens[-1:]))
+            if guide.is_over:
+                break
     return tokens[request.num_prompt :]
 
 

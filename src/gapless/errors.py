@@ -15,6 +15,7 @@
     ├── NativeUnavailable   no native step can be built here; the engine then runs steps in torch
     ├── RaceError           the happens-before checker found an unordered conflict
     ├── StepFailed          a step raised on the device; the requests in it failed, others go on
+    ├── ControlFailed       a guide or a logits processor raised; its own requests failed, others go on
     └── EngineClosed        used after close, or the engine died
 
 A message names the value, the limit, and what to do. `assert` is for our own bugs and is not in this tree.
@@ -87,6 +88,10 @@ class RaceError(GaplessError):
 
 class StepFailed(GaplessError):
     """A step raised on the device."""
+
+
+class ControlFailed(GaplessError):
+    """A guide or a logits processor raised."""
 
 
 class EngineClosed(GaplessError):

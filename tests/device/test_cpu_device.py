@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from gapless.device.base import COMPUTE, D2H, H2D, Device
+from gapless.device.base import COMPUTE, D2H, H2D, SAMPLING, Device
 from gapless.device.cpu import CpuDevice, InlineDriver
 
 Log = list[str]
@@ -287,11 +288,24 @@ def test_a_timer_sees_work_and_not_waiting(threaded: CpuDevice) -> None:
     threaded.stream("compute").run(timer.around(COMPUTE, lambda: None), "nothing")
     threading.Timer(0.2, gate.set).start()
     finish(threaded)
-    h2d_begin, h2d_end, begin, end, *d2h, launch, compiling, allocation = timer.read()
+    h2d_begin, h2d_end, begin, end, *d2h, launch, compiling, allocation, masks = timer.read()
     assert h2d_end - h2d_begin >= 0.15
     assert h2d_end <= begin <= end < begin + 0.1
-    assert (launch, compiling, allocation) == (0, 0, 0)  # a step is one call of a thread
+    assert (launch, compiling, allocation, masks) == (0, 0, 0, 0)  # a step is one call of a thread
     assert all(math.isnan(moment) for moment in (*d2h, *timer.read()[:6]))
+
+
+def test_between_two_halves_a_step_idles(threaded: CpuDevice) -> None:
+    timer, compute, gate = threaded.timer(), threaded.stream("compute"), threading.Event()
+    for _ in range(2):  # the second time it has forgotten the first
+        gate.clear()
+        compute.run(timer.around(COMPUTE, lambda: time.sleep(0.05)), "model")
+        compute.run(lambda: gate.wait(10) and None, "masks")
+        compute.run(timer.around(SAMPLING, lambda: time.sleep(0.05)), "sampling")
+        threading.Timer(0.2, gate.set).start()
+        finish(threaded)
+        _, _, begin, end, *_, masks = timer.read()
+        assert 0.1 < masks < end - begin - 0.09
 
 
 def test_a_timer_sees_the_end_of_work_that_raises() -> None:

@@ -20,7 +20,7 @@ from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.device.base import STREAMS, Buffer, Device, Event, Stream
-from gapless.pipeline.executor import LocalExecutor, StepRunner, Ticket
+from gapless.pipeline.executor import FillMasks, LocalExecutor, StepRunner, Ticket
 from gapless.runner.fill import Filled
 
 
@@ -88,6 +88,11 @@ class Mutant(LocalExecutor):
 
     def launch(self, plan: Plan) -> Ticket:
         ticket = super().launch(plan)
+        self._scripted.play(self._edit)
+        return ticket
+
+    def complete(self, ticket: Ticket, fill_masks: FillMasks) -> Ticket:
+        ticket = super().complete(ticket, fill_masks)
         self._scripted.play(self._edit)
         return ticket
 
@@ -257,7 +262,8 @@ class CountingRunner:
     def __init__(self, inner: StepRunner) -> None:
         self._inner = inner
         self.buffers = inner.buffers
-        self.fill = inner.fill
+        self.mask_words = inner.mask_words
+        self.fill, self.forward, self.sample = inner.fill, inner.forward, inner.sample
         self.num_steps = 0
 
     def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:

@@ -54,6 +54,7 @@ class Idle:
     """A runner that does nothing."""
 
     buffers = ()
+    mask_words = 1
 
     def fill(self, plan, out) -> Filled:
         return Filled(plan, 0)

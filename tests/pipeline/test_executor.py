@@ -25,17 +25,29 @@ class Spy:
     def __init__(self, inner: StepRunner, failures: dict[int, Exception] | None = None) -> None:
         self._inner = inner
         self._failures = failures or {}
-        self.buffers, self.fill = inner.buffers, inner.fill
+        self.buffers, self.mask_words, self.fill, self.sample = (
+            inner.buffers,
+            inner.mask_words,
+            inner.fill,
+            inner.sample,
+        )
         self.gate = threading.Event()
         self.gate.set()
         self.ran: list[int] = []
 
     def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
-        assert self.gate.wait(TIMEOUT_S)
-        self.ran.append(filled.plan.step)
-        if filled.plan.step in self._failures:
-            raise self._failures[filled.plan.step]
+        self._pass(filled.plan.step)
         self._inner.step(filled, packed_plan, out)
+
+    def forward(self, filled: Filled, packed_plan: torch.Tensor) -> None:
+        self._pass(filled.plan.step)
+        self._inner.forward(filled, packed_plan)
+
+    def _pass(self, step: int) -> None:
+        assert self.gate.wait(TIMEOUT_S)
+        self.ran.append(step)
+        if step in self._failures:
+            raise self._failures[step]
 
 
 @pytest.fixture

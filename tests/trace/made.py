@@ -56,7 +56,7 @@ def make_steps(
         compute_end=end,
         d2h_begin=end,
         d2h_end=end,
-        **_idle_inside(inside or [(0, 0, 0)] * n),
+        **_idle_inside(inside or [(0, 0, 0, 0)] * n),
     )
 
 
@@ -119,7 +119,7 @@ def simulated(num_steps: int, depth: int, *, step_s: float = 1.6e-3, seed: int =
         compute_end=end_,
         d2h_begin=d2h_b,
         d2h_end=d2h_e,
-        **_idle_inside([(0, 0, 0)] * num_steps),
+        **_idle_inside([(0, 0, 0, 0)] * num_steps),
     )
     known = {"depth": depth, "device": "cuda", "model": "simulated", "num_overrun": 0, "ledger": {}, **facts}
     return Timeline(f"depth {depth}", 0.0, now, steps, make_marks(*marks), NO_COLLECTIONS, known)

@@ -20,9 +20,9 @@ from gapless.trace.columns import (
     DRY_ROWS,
     EAGER,
     FILL,
-    GRAMMAR,
     IDLE,
     LAUNCH,
+    MASKS,
     PHASES,
     PREEMPTED,
     SCHEDULE,
@@ -45,7 +45,7 @@ def test_phases_and_their_causes_have_the_same_numbers() -> None:
     assert [CAUSES[i] for i in range(1, len(PHASES))] == list(HOST_LATE) == [f"host: {name}" for name in PHASES[1:]]
 
 
-@pytest.mark.parametrize("phase", [ADMIT, SCHEDULE, FILL, LAUNCH, COLLECT, COMMIT, DELIVER])
+@pytest.mark.parametrize("phase", [ADMIT, SCHEDULE, FILL, LAUNCH, COLLECT, COMMIT, MASKS, DELIVER])
 def test_a_phase_that_fills_the_gap_is_its_cause(phase: int) -> None:
     assert causes(STEPS, make_marks((0, COLLECT), (10, phase), (21, COLLECT))) == {f"host: {PHASES[phase]}": 10}
 
@@ -81,7 +81,6 @@ def test_a_dry_pipeline_has_its_reason(dry: int, cause: str) -> None:
         (EAGER, LAUNCH, "eager fallback"),
         (CAPTURED, LAUNCH, "graph capture"),
         (PREEMPTED, SCHEDULE, "memory pressure"),
-        (GRAMMAR, SCHEDULE, "waiting for grammar"),
     ],
 )
 def test_a_special_step_makes_its_phase_a_cause_of_its_own(flag: int, phase: int, cause: str) -> None:
@@ -91,16 +90,16 @@ def test_a_special_step_makes_its_phase_a_cause_of_its_own(flag: int, phase: int
 
 
 def test_idle_time_within_a_step_is_its_own_and_leaves_the_gap_alone() -> None:
-    steps = make_steps([(0, 10), (20, 30)], queued=[0, 20], inside=[(0, 0, 0), (3, 2, 1)])
+    steps = make_steps([(0, 10), (20, 30)], queued=[0, 20], inside=[(0, 0, 0, 0), (3, 2, 1, 0.5)])
     marks = make_marks((0, COLLECT), (10, COMMIT), (20, COLLECT))
-    assert causes(steps, marks) == {"host: commit": 10, "launch": 3, "compile": 2, "allocation": 1}
+    assert causes(steps, marks) == {"host: commit": 10, "launch": 3, "compile": 2, "allocation": 1, "masks": 0.5}
     assert causes(steps, marks, step=0) == {}
 
 
 def test_a_step_cannot_idle_for_longer_than_it_took() -> None:
     """Marks and the step's own events are read apart; a failed step has no length at all."""
-    steps = make_steps([(0, 10), (10, 20), (NAN, NAN)], inside=[(15, 5, 0), (10, 0, 0), (1, 0, 0)])
-    assert steps.idle_inside.tolist() == [[7.5, 2.5, 0], [10, 0, 0], [0, 0, 0]]
+    steps = make_steps([(0, 10), (10, 20), (NAN, NAN)], inside=[(15, 0, 0, 5), (10, 0, 0, 0), (1, 0, 0, 0)])
+    assert steps.idle_inside.tolist() == [[7.5, 0, 0, 2.5], [10, 0, 0, 0], [0, 0, 0, 0]]
 
 
 def test_a_late_copy_and_the_hand_over_after_it() -> None:

@@ -66,7 +66,7 @@ def play(recorder: Recorder, step: int) -> None:
     recorder.launched(step, num_rows=3, num_tokens=5, num_blocks=2)
     recorder.mark(COLLECT)
     now = time.perf_counter()
-    recorder.collected((now, now, now, now + 1e-7, now + 1e-7, now + 2e-7, 0, 0, 0))
+    recorder.collected((now, now, now, now + 1e-7, now + 1e-7, now + 2e-7, 0, 0, 0, 0))
     for phase in (COMMIT, DELIVER, ADMIT):
         recorder.mark(phase)
 
@@ -165,20 +165,20 @@ def test_a_dry_pipeline_is_counted_once_and_marked_until_there_is_a_plan(recorde
 def test_a_step_that_waits_for_its_launches_is_counted(recorder: Recorder) -> None:
     for waited in (0.5, 0.05, 0.0):
         recorder.launched(1, 1, 1, 0)
-        recorder.collected((0, 0, 1, 2, 2, 2, waited, 0, 0))
+        recorder.collected((0, 0, 1, 2, 2, 2, waited, 0, 0, 0))
     assert recorder.ledger == {"step without a graph, paced by its launch": 1}
 
 
 def test_idle_time_within_a_step_is_not_busy(recorder: Recorder) -> None:
     began = time.perf_counter()
-    for step, inside in enumerate([(0.25, 0, 0), (0, 0.5, 0.125), (0, 0, 0)]):
+    for step, inside in enumerate([(0.25, 0, 0, 0.0625), (0, 0.5, 0.125, 0), (0, 0, 0, 0)]):
         recorder.launched(step, 1, 1, 0)
         recorder.collected((began, began, began + step, began + step + 1, began + 4, began + 4, *inside))
     found, idle = recorder.timeline(), recorder.idle_by_cause()
-    assert recorder.busy_s == pytest.approx(3 - 0.875)
-    assert (idle["launch"], idle["compile"], idle["allocation"]) == (0.25, 0.5, 0.125)
+    assert recorder.busy_s == pytest.approx(3 - 0.9375)
+    assert [idle[cause] for cause in INSIDE] == [0.25, 0.5, 0.125, 0.0625]
     assert found.busy_s == pytest.approx(recorder.busy_s)
-    assert found.idle_share == pytest.approx(0.875 / 3)
+    assert found.idle_share == pytest.approx(0.9375 / 3)
     assert {cause: found.idle_by_cause[cause] for cause in INSIDE} == {cause: idle[cause] for cause in INSIDE}
 
 
@@ -190,7 +190,7 @@ def test_blocks_in_flight_are_those_of_steps_not_yet_back(recorder: Recorder) ->
     recorder.launched(1, 1, 1, 3)
     recorder.launched(2, 1, 1, 4)
     assert (recorder.num_blocks_in_flight, recorder.max_blocks_in_flight) == (7, 7)
-    recorder.collected((0.0,) * 9)
+    recorder.collected((0.0,) * 10)
     assert (recorder.num_blocks_in_flight, recorder.max_blocks_in_flight) == (4, 7)
     assert recorder.timeline().steps.in_flight.tolist() == [1]
 

@@ -36,6 +36,7 @@ from gapless.pipeline.executor import LocalExecutor
 from gapless.pipeline.loop import run_loop
 from gapless.progress import progress_bar
 from gapless.runner.fill import Filled, fill
+from gapless.runner.new_masks import NewMasks
 from gapless.trace.columns import PHASE_MASK, PHASES
 from gapless.trace.null_recorder import NullRecorder
 from gapless.trace.recorder import Recorder
@@ -54,6 +55,7 @@ class StubRunner:
 
     def __init__(self, limits: Limits, pack: Pack) -> None:
         self.buffers: Sequence[Buffer] = ()
+        self.mask_words = 0
         self._pack = pack
         self._tokens = torch.full((limits.num_rows,), 7, dtype=torch.int32)
 
@@ -63,6 +65,12 @@ class StubRunner:
     def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         count = filled.plan.num_samples
         out[:count] = self._tokens[:count]
+
+    def forward(self, filled: Filled, packed_plan: torch.Tensor) -> None:
+        pass
+
+    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: NewMasks, out: torch.Tensor) -> None:
+        self.step(filled, packed_plan, out)
 
 
 @dataclass(frozen=True, slots=True)

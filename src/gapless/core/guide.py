@@ -18,6 +18,7 @@ class Guide(Protocol):
     """Says which tokens may come next."""
 
     waits: bool  # the mask changes with each token; False: it is always the same
+    is_over: bool  # nothing but the end can come: the request ends here, without a further token
 
     def advance(self, tokens: npt.NDArray[np.int32]) -> None:
         """Take in the tokens that became known since the last call."""

@@ -42,6 +42,7 @@ class Request:
     streams: bool = False  # somebody wants each token as it comes
     width: int = 1  # tokens that a step may bring at most: more where a runner verifies drafts
     guide: Guide | None = None  # which tokens may come next; None: all
+    num_guided: int = 0  # generated tokens that the guide has been told of
     arrival: int = 0
     tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))  # all facts while it has no row
     row: int = -1
@@ -105,6 +106,9 @@ class RowTable:
         self.min_total = self.seats["min_total"]  # a stop token counts from this many tokens on
         self.stop_ids = self.seats["stop_ids"]
         self.most_stop_ids = 0  # of any request so far; those behind it are no tokens
+        self.guided = np.zeros(num_rows, np.bool_)  # the next sample of the row comes with a new mask
+        self.waits = np.zeros(num_rows, np.bool_)  # and so do all others: the mask follows from the sample before
+        self.num_guided = 0  # rows with a guide
         self.needs = np.zeros(num_rows, np.int64)  # bits of row_fields.need
         self.num_logprobs = np.full(num_rows, -1, np.int64)  # likeliest tokens requested with each sample; -1: none
         self.blocks = np.zeros((num_rows, self.max_blocks), np.int32)
@@ -132,7 +136,10 @@ class RowTable:
         self.decoding[row] = False
         self.arrival[row] = request.arrival
         self.streams[row] = request.streams
-        self.width[row] = 1 if request.wants_scores else request.width
+        self.width[row] = 1 if request.wants_scores or request.guide is not None else request.width
+        self.guided[row] = request.guide is not None
+        self.waits[row] = request.guide is not None and request.guide.waits
+        self.num_guided += request.guide is not None
         self.num_wide += bool(self.width[row] > 1)
         self.needs[row] = write_seat(self.seats, row, request)
         self.most_stop_ids = max(self.most_stop_ids, len(request.stop_ids))
@@ -155,6 +162,17 @@ class RowTable:
             needs -= 0 if (sure < self.min_total[rows]).any() else MIN_TOKENS
         return needs
 
+    def masks_due(self, rows: LongArray) -> tuple[IntArray, bool]:
+        """Which of these rows, each just promised a sample, get a mask before it; whether one follows from a promise.
+
+        A mask that never changes stays with its row.
+        """
+        due = np.flatnonzero(self.guided[rows])
+        guided = rows[due]
+        waits = self.waits[guided]
+        self.guided[guided] = waits
+        return due.astype(np.int32), bool((waits & (self.pending[guided] > 1)).any())
+
     def unseat(self, request: Request) -> None:
         """Copy the facts back into the request and free its row; results still in flight for it are now overruns."""
         row = request.row
@@ -164,12 +182,15 @@ class RowTable:
         self.arrival[row] = -1
         self.request[row] = None
         self.num_scoring -= request.wants_scores
+        self.num_guided -= request.guide is not None
+        self.guided[row] = False
         self.num_wide -= bool(self.width[row] > 1)
         self._free.append(row)
         request.row = -1
 
     def check(self) -> None:
         """Assert the invariants. For tests and the checking mode."""
+        assert self.num_guided == sum(request.guide is not None for request in self.request if request is not None)
         assert self.num_scoring == sum(request.wants_scores for request in self.request if request is not None)
         for row, request in enumerate(self.request):
             if request is None:

@@ -96,10 +96,10 @@ class Scheduler:
         if (request := self._requests.get(request_id)) is not None:
             self.holds.release(request)
 
-    def abort(self, request_id: str, reason: str = "abort") -> Finished | None:
+    def abort(self, request_id: str, reason: str = "abort", error: BaseException | None = None) -> Finished | None:
         """End a request now, even with steps in flight. None if it is unknown or has ended."""
         request = self._requests.get(request_id)
-        return None if request is None else self._finish(request, reason)
+        return None if request is None else self._finish(request, reason, error)
 
     def abort_all(self) -> tuple[Finished, ...]:
         """End every request."""
@@ -247,6 +247,7 @@ class Scheduler:
         if len(widths):
             rows.pending[decodes] += widths - 1
         score_samples, num_top = self.scoring.wanted(samples, chunks)
+        mask_samples, waits = rows.masks_due(samples) if rows.num_guided else (NOTHING, False)
         self.counters.num_steps += 1
         plan = Plan(
             step=self.counters.num_steps,
@@ -262,6 +263,8 @@ class Scheduler:
             seats=rows.seat_words(seats) if seats else NO_SEATS,
             score_samples=score_samples,
             num_top=num_top,
+            mask_samples=mask_samples,
+            waits=waits,
         )
         self.pace.begin(plan)
         return plan

@@ -68,14 +68,17 @@ class Stream(Protocol):
 
 
 STREAMS = ("h2d", "compute", "d2h")  # copies in, the model, copies out
-H2D, COMPUTE, D2H = range(3)  # the parts of a step, as a timer numbers them
+H2D, COMPUTE, D2H, SAMPLING = range(4)  # the parts of a step, as a timer numbers them
 NEVER = float("nan")
-INSIDE = ("launch", "compile", "allocation")  # why the device idled within a computation
-LAUNCH, COMPILE, ALLOCATION = range(len(INSIDE))
+INSIDE = ("launch", "compile", "allocation", "masks")  # why the device idled within a computation
+LAUNCH, COMPILE, ALLOCATION, MASKS = range(len(INSIDE))
 
 
 class Timer(Protocol):
-    """When the three parts of one step ran, by the host's clock, `time.perf_counter`."""
+    """When the three parts of one step ran, by the host's clock, `time.perf_counter`.
+
+    The computation of a split step comes as two pieces, COMPUTE and SAMPLING. What lies between them is idle time.
+    """
 
     def around(self, part: int, fn: Callable[[], None]) -> Callable[[], None]:
         """`fn`, timed where and when its stream runs it."""

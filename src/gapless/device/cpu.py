@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gapless.device.base import INSIDE, NEVER, Buffer, Event, P, Stream, T
+from gapless.device.base import INSIDE, MASKS, NEVER, Buffer, Event, P, Stream, T
 from gapless.device.late import Late
 from gapless.errors import CapacityError
 
@@ -126,10 +126,10 @@ class CpuStream:
 
 
 class CpuTimer:
-    """Reads the clock on the thread that runs the work. A step is one call there: no idle time within it."""
+    """Reads the clock on the thread that runs the work. A step is one call there, or two, between which it idles."""
 
     def __init__(self) -> None:
-        self._times = [NEVER] * 6
+        self._times = [NEVER] * 8
 
     def around(self, part: int, fn: Callable[[], None]) -> Callable[[], None]:
         times = self._times
@@ -144,9 +144,12 @@ class CpuTimer:
         return timed
 
     def read(self) -> tuple[float, ...]:
-        times = tuple(self._times)
-        self._times[:] = [NEVER] * 6
-        return times + NO_IDLE
+        *times, sampling, end = self._times
+        self._times[:] = [NEVER] * 8
+        if math.isnan(end):
+            return (*times, *NO_IDLE)
+        idle, times[3] = sampling - times[3], end
+        return (*times, *NO_IDLE[:MASKS], idle)
 
 
 class Driver:

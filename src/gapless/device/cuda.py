@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from gapless.device import kernel_hooks
-from gapless.device.base import COMPUTE, D2H, H2D, INSIDE, NEVER, STREAMS, Buffer, Event, P, T
+from gapless.device.base import COMPUTE, D2H, H2D, INSIDE, NEVER, SAMPLING, STREAMS, Buffer, Event, P, T
 from gapless.device.cuda_watch import LaunchWatch
 from gapless.device.late import Late
 
@@ -123,39 +123,46 @@ class CudaTimer:
         self.watch = LaunchWatch(streams[COMPUTE], late)
         self._streams = streams
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]  # of three parts; the last has no begin
+        self._between = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # where a split computation pauses
         self._queued = NEVER  # when the first part was
-        self._copies_in = False
+        self._copies_in = self._is_split = False
 
     def around(self, part: int, fn: Callable[[], None]) -> Callable[[], None]:
-        stream, events = self._streams[part], self._events
+        stream, events = self._streams[COMPUTE if part == SAMPLING else part], self._events
 
         def timed() -> None:
             if part == H2D or (part == COMPUTE and not self._copies_in):
                 self._queued = time.perf_counter()
                 self._copies_in = part == H2D
-            if part != D2H:
+            if part == SAMPLING:
+                events[3], self._between[0] = self._between[0], events[3]  # the end so far, which was recorded
+                self._between[1].record(stream)
+                self._is_split = True
+            elif part != D2H:
                 events[2 * part].record(stream)
-            self._clock.timer = self if part == COMPUTE else None
+            self._clock.timer = self if part in (COMPUTE, SAMPLING) else None
             try:
                 fn()
             finally:
                 self._clock.timer = None
-                events[min(2 * part + 1, 4)].record(stream)
+                events[3 if part == SAMPLING else min(2 * part + 1, 4)].record(stream)
 
         return timed
 
     def read(self) -> tuple[float, ...]:
-        first = 0 if self._copies_in else 2
-        self._copies_in = False
+        first, is_split = 0 if self._copies_in else 2, self._is_split
+        self._copies_in = self._is_split = False
         try:
-            idle = self.watch.read()
+            *idle, between = self.watch.read()
+            if is_split:
+                between += self._between[0].elapsed_time(self._between[1]) / 1e3
             *copy_in, begin, end, d2h_end = (self._clock.time(event) for event in self._events[first:])
         except RuntimeError:  # a failed device has no times
             return (*(NEVER,) * 6, *(0.0,) * len(INSIDE))
         times = (*(copy_in or (NEVER, NEVER)), begin, end, end, d2h_end)
         shift = self._clock.settle(self._queued, times[first], d2h_end, time.perf_counter())
         self._events[2] = self._clock.move(self._events[2])
-        return (*(moment + shift for moment in times), *idle)
+        return (*(moment + shift for moment in times), *idle, between)
 
 
 class CudaDevice:

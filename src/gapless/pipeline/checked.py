@@ -20,8 +20,9 @@ from gapless.device.base import Buffer, Device
 from gapless.device.checker import POISON
 from gapless.errors import RaceError
 from gapless.pipeline.block_ledger import BlockLedger, Touched
-from gapless.pipeline.executor import Executor, LocalExecutor, StepRunner, Ticket
+from gapless.pipeline.executor import Executor, FillMasks, LocalExecutor, StepRunner, Ticket
 from gapless.runner.fill import Filled
+from gapless.runner.new_masks import NewMasks
 
 SPOILED = -2  # in place of a token: the row read KV that is not a number
 TOKENS_END = 2**30  # no vocabulary is larger
@@ -34,6 +35,7 @@ class PoisoningRunner:
 
     def __init__(self, inner: StepRunner, layers: Sequence[torch.Tensor]) -> None:
         self.buffers: Sequence[Buffer] = inner.buffers
+        self.mask_words = inner.mask_words
         self._inner = inner
         self._layers = layers  # of the KV cache, blocks first
         self._touched: dict[int, Touched] = {}
@@ -47,11 +49,27 @@ class PoisoningRunner:
 
     @torch.inference_mode()
     def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
-        touched = self._touched.pop(filled.plan.step)
+        self._begin(filled.plan)
+        self._inner.step(filled, packed_plan, out)
+        self._end(filled.plan, out)
+
+    @torch.inference_mode()
+    def forward(self, filled: Filled, packed_plan: torch.Tensor) -> None:
+        self._begin(filled.plan)
+        self._inner.forward(filled, packed_plan)
+
+    @torch.inference_mode()
+    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: NewMasks, out: torch.Tensor) -> None:
+        self._inner.sample(filled, packed_plan, new, out)
+        self._end(filled.plan, out)
+
+    def _begin(self, plan: Plan) -> None:
+        touched = self._touched[plan.step]
         self._overwrite(touched.freed, poison_of(self._layers[0].dtype))
         self._overwrite(touched.fresh, 0)
-        self._inner.step(filled, packed_plan, out)
-        self._mark_spoiled(touched.sample_blocks, out)
+
+    def _end(self, plan: Plan, out: torch.Tensor) -> None:
+        self._mark_spoiled(self._touched.pop(plan.step).sample_blocks, out)
 
     def _overwrite(self, blocks: LongArray, value: float) -> None:
         if len(blocks):
@@ -97,6 +115,9 @@ class CheckedExecutor:
         touched = self.ledger.observe(plan, self._scheduler.rows, self._scheduler.pool.free)
         self._runner.expect(plan, touched)
         return self._inner.launch(plan)
+
+    def complete(self, ticket: Ticket, fill_masks: FillMasks) -> Ticket:
+        return self._inner.complete(ticket, fill_masks)
 
     def collect(self, ticket: Ticket) -> IntArray:
         results = self._inner.collect(ticket)

@@ -1,13 +1,14 @@
-"""Puts a plan on the device and brings its results back: `launch`, `collect`, `close`.
+"""Puts a plan on the device and brings its results back: `launch`, `complete`, `collect`, `close`.
 
-`launch` only queues: three streams, ordered by the slot's events. `collect` waits for one event, the oldest step's
-`d2h_over`; it is the only wait in the engine.
+`launch` only queues: three streams, ordered by the slot's events. A split step is launched open: of its compute only
+the model's half. `complete` queues the other half, which samples, once the masks are filled; meanwhile the model runs.
+`collect` waits for one event, the oldest step's `d2h_over`; it is the only wait in the engine.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,12 +16,13 @@ import torch
 
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan
-from gapless.core.request import IntArray
-from gapless.device.base import COMPUTE, D2H, H2D, STREAMS, Buffer, Device
+from gapless.core.request import IntArray, LongArray
+from gapless.device.base import COMPUTE, D2H, H2D, SAMPLING, STREAMS, Buffer, Device
 from gapless.errors import GaplessError, StepFailed
 from gapless.pipeline.slot import Slot, make_slot
 from gapless.runner.fill import Filled, capacity, result_capacity
-from gapless.trace.columns import COLLECT, FILL, LAUNCH
+from gapless.runner.new_masks import NewMasks, device_views, host_views, mask_capacity, packed_size
+from gapless.trace.columns import COLLECT, FILL, LAUNCH, MASKS
 from gapless.trace.null_recorder import UNRECORDED
 from gapless.trace.recorder import Recorder
 
@@ -32,13 +34,17 @@ class Ticket:
     plan: Plan
     slot: Slot | None  # None where an executor needs none
     error: Exception | None = None  # raised while the step was queued, on devices that run it then
+    open_half: Filled | None = None  # of a step that is not complete: what its second half must know
 
 
 class Executor(Protocol):
     """Runs the loop's plans."""
 
     def launch(self, plan: Plan) -> Ticket:
-        """Queue the plan without waiting."""
+        """Queue the plan without waiting; of a split step the first half."""
+
+    def complete(self, ticket: Ticket, fill_masks: FillMasks) -> Ticket:
+        """Queue the second half of a split step, behind the masks that are filled now."""
 
     def collect(self, ticket: Ticket) -> IntArray:
         """Wait for the step; its tokens, in the order of `plan.sample_rows`, then its scores. Raises StepFailed."""
@@ -47,10 +53,15 @@ class Executor(Protocol):
         """Let everything queued end, and stop."""
 
 
+# (the plan, rows [n], masks [n, mask_words]) -> how many of them were written
+FillMasks = Callable[[Plan, LongArray, IntArray], int]
+
+
 class StepRunner(Protocol):
     """Runs one step of a plan that it packed itself."""
 
     buffers: Sequence[Buffer]
+    mask_words: int  # of a row's mask
 
     def fill(self, plan: Plan, out: IntArray) -> Filled:
         """Pack the plan into the host's side of a slot. Where its size is 0 there is nothing to copy."""
@@ -60,6 +71,12 @@ class StepRunner(Protocol):
 
         packed_plan: what `fill` packed, on the device.
         """
+
+    def forward(self, filled: Filled, packed_plan: torch.Tensor) -> None:
+        """The first half of `step`: everything up to the logits. `sample` comes next on the compute stream."""
+
+    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: NewMasks, out: torch.Tensor) -> None:
+        """The second half: the rows get their new masks, then tokens."""
 
 
 class LocalExecutor:
@@ -72,7 +89,8 @@ class LocalExecutor:
         self._h2d_stream, self._compute_stream, self._d2h_stream = map(device.stream, STREAMS)
         self._recorder = recorder
         self._runner = runner
-        sizes = capacity(limits), result_capacity(limits)
+        self._num_rows = limits.num_rows
+        sizes = capacity(limits), result_capacity(limits), mask_capacity(limits.num_rows, runner.mask_words)
         self._free = deque(make_slot(device, i, *sizes, timed=recorder.is_timed) for i in range(num_slots))
 
     def launch(self, plan: Plan) -> Ticket:
@@ -81,10 +99,26 @@ class LocalExecutor:
         filled = self._fill(plan, slot)
         self._recorder.mark(LAUNCH)
         self._copy_in(filled, slot)
-        failure = self._compute(filled, slot)
-        self._copy_out(plan, slot)
+        if plan.is_split:
+            ticket = Ticket(plan, slot, self._forward(filled, slot), filled)
+        else:
+            ticket = Ticket(plan, slot, self._step(filled, slot))
+            self._copy_out(plan, slot)
         self._recorder.launched(plan.step, plan.num_samples, plan.num_tokens, len(plan.new_blocks))
-        return Ticket(plan, slot, failure)
+        return ticket
+
+    def complete(self, ticket: Ticket, fill_masks: FillMasks) -> Ticket:
+        plan, slot, filled = ticket.plan, ticket.slot, ticket.open_half
+        assert slot is not None
+        assert filled is not None, f"step {plan.step} is complete"
+        self._recorder.mark(MASKS)
+        self._device.touch(f"masks {plan.step}", writes=(slot.host_masks,))
+        count = fill_masks(plan, *host_views(slot.host_masks.array, self._num_rows))
+        self._recorder.mark(LAUNCH)
+        self._copy_masks(plan, slot, count)
+        failure = self._sample(filled, slot, count)
+        self._copy_out(plan, slot)
+        return Ticket(plan, slot, ticket.error or failure)
 
     def _fill(self, plan: Plan, slot: Slot) -> Filled:
         self._device.touch(f"fill {plan.step}", writes=(slot.host_in,))
@@ -103,24 +137,69 @@ class LocalExecutor:
         h2d.record(slot.h2d_over)
         self._compute_stream.wait(slot.h2d_over)
 
-    def _compute(self, filled: Filled, slot: Slot) -> Exception | None:
-        """Queue the model's part; returns what it raised, on devices that run it at once."""
-        runner, size, failure = self._runner, filled.size, None
+    def _copy_masks(self, plan: Plan, slot: Slot, count: int) -> None:
+        size = packed_size(count, self._num_rows, self._runner.mask_words)
+        if size == 0:
+            return
+
+        def copy() -> None:
+            slot.device_masks.tensor[:size].copy_(slot.host_masks.tensor[:size], non_blocking=True)
+
+        h2d, label = self._h2d_stream, f"copy masks {plan.step}"
+        h2d.run(copy, label, reads=(slot.host_masks,), writes=(slot.device_masks,))
+        h2d.record(slot.masks_over)
+        self._compute_stream.wait(slot.masks_over)
+
+    def _step(self, filled: Filled, slot: Slot) -> Exception | None:
+        runner, size = self._runner, filled.size
 
         def step() -> None:
             runner.step(filled, slot.device_in.tensor[:size], slot.device_out.tensor)
 
-        compute, label = self._compute_stream, f"compute {filled.plan.step}"
         reads = (slot.device_in,) if size else ()
+        failure = self._compute(COMPUTE, step, f"compute {filled.plan.step}", slot, reads, (slot.device_out,))
+        self._compute_stream.record(slot.compute_over)
+        return failure
+
+    def _forward(self, filled: Filled, slot: Slot) -> Exception | None:
+        runner, size = self._runner, filled.size
+
+        def forward() -> None:
+            runner.forward(filled, slot.device_in.tensor[:size])
+
+        reads = (slot.device_in,) if size else ()
+        return self._compute(COMPUTE, forward, f"compute {filled.plan.step}", slot, reads, ())
+
+    def _sample(self, filled: Filled, slot: Slot, count: int) -> Exception | None:
+        runner, size, num_rows = self._runner, filled.size, self._num_rows
+
+        def sample() -> None:
+            new = device_views(slot.device_masks.tensor, num_rows, count)
+            runner.sample(filled, slot.device_in.tensor[:size], new, slot.device_out.tensor)
+
+        reads = ((slot.device_in,) if size else ()) + ((slot.device_masks,) if count else ())
+        failure = self._compute(SAMPLING, sample, f"sample {filled.plan.step}", slot, reads, (slot.device_out,))
+        self._compute_stream.record(slot.compute_over)
+        return failure
+
+    def _compute(
+        self,
+        part: int,
+        work: Callable[[], None],
+        label: str,
+        slot: Slot,
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
+    ) -> Exception | None:
+        """Queue work of the runner; returns what it raised, on devices that run it at once."""
+        timed = slot.timer.around(part, work)
         try:
-            timed = slot.timer.around(COMPUTE, step)
-            compute.run(timed, label, reads=reads, writes=(slot.device_out, *runner.buffers))
+            self._compute_stream.run(timed, label, reads=reads, writes=(*writes, *self._runner.buffers))
         except GaplessError:
             raise
         except Exception as error:
-            failure = error
-        compute.record(slot.compute_over)
-        return failure
+            return error
+        return None
 
     def _copy_out(self, plan: Plan, slot: Slot) -> None:
         count = plan.num_results
@@ -136,6 +215,7 @@ class LocalExecutor:
     def collect(self, ticket: Ticket) -> IntArray:
         slot = ticket.slot
         assert slot is not None
+        assert ticket.open_half is None, f"step {ticket.plan.step} is not complete"
         self._recorder.mark(COLLECT)
         try:
             slot.d2h_over.synchronize()

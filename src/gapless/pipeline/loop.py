@@ -3,7 +3,8 @@
     depth 1   plan 1 | wait 1 | plan 2 | wait 2 | ...          the device idles while the host plans
     depth 2   plan 1 | plan 2 | wait 1 | plan 3 | wait 2 | ... the device always has a step queued
 
-Synchronous and asynchronous batching are this one function; only `depth` differs.
+Synchronous and asynchronous batching are this one function; only `depth` differs. A step whose tokens are masked is
+launched in two halves. Its masks may follow from the steps before it; these are settled while its model runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from gapless.core.plan import Plan
 from gapless.core.scheduler import Scheduler
 from gapless.errors import StepFailed
 from gapless.pipeline.executor import Executor, Ticket
-from gapless.trace.columns import ADMIT, COMMIT, DELIVER, DRY_DONE, DRY_MEMORY, DRY_ROWS, IDLE, SCHEDULE
+from gapless.pipeline.masks import Masks
+from gapless.trace.columns import ADMIT, COMMIT, DELIVER, DRY_DONE, DRY_MEMORY, DRY_ROWS, IDLE, MASKS, SCHEDULE
 from gapless.trace.null_recorder import UNRECORDED
 from gapless.trace.recorder import Recorder
 
@@ -46,9 +48,13 @@ def run_loop(
     `admit(idle)` brings new requests and aborts to the scheduler, waiting for some when idle, and returns False to
     stop. `deliver` takes what each step brought. The recorder is told of each phase as it begins.
     """
-    mark = recorder.mark
+    mark, masks = recorder.mark, Masks(scheduler)
     in_flight: deque[Ticket] = deque()
     more = True  # once `admit` says no, it is not asked again: idle, it would wait for ever
+
+    def settle_next() -> Commit:
+        return settle(scheduler, executor, in_flight.popleft(), recorder, masks)
+
     while (more := more and admit(not in_flight and not scheduler.can_run)) or in_flight:
         mark(SCHEDULE)
         plan = scheduler.schedule()
@@ -58,15 +64,26 @@ def run_loop(
         elif in_flight:
             recorder.dry(*why_dry(scheduler))
         assert in_flight or not scheduler.can_run, "requests are here, and nothing can run"
+        commits: list[Commit] = []
+        if plan is not None and plan.is_split:
+            commits += [settle_next() for _ in range(len(in_flight) - 1 if plan.waits else 0)]
+            in_flight[-1] = executor.complete(in_flight[-1], masks.fill)
+            commits.append(masks.ended())
         num_due = 1 if plan is None else len(in_flight) - depth.depth + 1
-        for _ in range(min(num_due, len(in_flight))):
-            commit = settle(scheduler, executor, in_flight.popleft(), recorder)
+        commits += [settle_next() for _ in range(min(num_due, len(in_flight)))]
+        for commit in commits:
             mark(DELIVER)
             deliver(commit)
         mark(ADMIT if in_flight or scheduler.can_run else IDLE)
 
 
-def settle(scheduler: Scheduler, executor: Executor, ticket: Ticket, recorder: Recorder = UNRECORDED) -> Commit:
+def settle(
+    scheduler: Scheduler,
+    executor: Executor,
+    ticket: Ticket,
+    recorder: Recorder = UNRECORDED,
+    masks: Masks | None = None,
+) -> Commit:
     """Wait for a step and turn its results into facts; a step that raised fails its own requests only."""
     try:
         results = executor.collect(ticket)
@@ -74,7 +91,11 @@ def settle(scheduler: Scheduler, executor: Executor, ticket: Ticket, recorder: R
         recorder.mark(COMMIT)
         return scheduler.fail(ticket.plan, error)
     recorder.mark(COMMIT)
-    return scheduler.commit(ticket.plan, results)
+    commit = scheduler.commit(ticket.plan, results)
+    if masks is None or not ticket.plan.is_split:
+        return commit
+    recorder.mark(MASKS)
+    return masks.learn(ticket.plan, commit)
 
 
 def why_dry(scheduler: Scheduler) -> tuple[int, str]:

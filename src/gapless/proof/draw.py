@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gapless.core.params import SamplingParams, derive_seed
+from gapless.proof.rule import Rule
 from gapless.proof.schedule import Ask, Schedule
 from gapless.proof.stage import Room
 
@@ -80,9 +81,11 @@ def _place(dice: random.Random, ask: Ask, number: int, menu: Menu, *, steady: bo
     max_tokens = dice.randint(max(1, ask.params.min_tokens, most // 2), max(1, ask.params.min_tokens, most))
     changes = {"max_tokens": max_tokens, "stop": ()} if steady else {"max_tokens": max_tokens}
     params = dataclasses.replace(ask.params, **changes)
-    stop_ids = () if steady else ask.stop_ids
+    stop_ids, rule = () if steady else ask.stop_ids, ask.rule
+    if steady and rule is not None:
+        rule = dataclasses.replace(rule, over_after=None, fails_after=None)
     name = f"{ask.id}.{number}"
-    return dataclasses.replace(ask, id=name, params=params, stop_ids=stop_ids, arrival=arrival, abort=abort)
+    return dataclasses.replace(ask, id=name, params=params, stop_ids=stop_ids, arrival=arrival, abort=abort, rule=rule)
 
 
 def _batch_tokens(dice: random.Random, num_rows: int, room: Room) -> int:
@@ -108,8 +111,19 @@ def draw_asks(
         prompt = begins + [dice.randrange(vocab_size) for _ in range(dice.randint(0, longest // 2))]
         params = _params(dice, vocab_size, most_tokens, text_stops=text_stops)
         seed = dice.randrange(-(2**63), 2**63)
-        asks.append(Ask(f"r{number}", tuple(prompt or shared[:1]), params, seed, params.stop_token_ids))
+        rule = draw_rule(dice, most_tokens)
+        asks.append(Ask(f"r{number}", tuple(prompt or shared[:1]), params, seed, params.stop_token_ids, rule=rule))
     return asks
+
+
+def draw_rule(dice: random.Random, most_tokens: int) -> Rule | None:
+    """Often none; a mask that changes with each token or never does; one that ends, or that fails."""
+    if dice.random() < 0.6:
+        return None
+    if dice.random() < 0.2:
+        return Rule(dice.randrange(2**31), waits=False)
+    over, fails = (dice.randint(1, most_tokens) if dice.random() < 0.15 else None for _ in range(2))
+    return Rule(dice.randrange(2**31), over_after=over, fails_after=fails)
 
 
 def _params(dice: random.Random, vocab_size: int, most_tokens: int, *, text_stops: bool) -> SamplingParams:

@@ -186,8 +186,9 @@ def _streamed_right(played: Played, ask: Ask, num_tokens: int) -> bool:
 
 
 def _wrongly_failed(schedule: Schedule, played: Played) -> Trouble | None:
-    """A failed step may end the requests that were in it, and no others."""
+    """A failed step may end the requests that were in it, a guide its own, and nobody any others."""
     members = {name for step in schedule.failures for name in _members(played, step)}
+    members |= {ask.id for ask in schedule.asks if ask.rule is not None and ask.rule.fails_after is not None}
     wrong = [name for name, reason in played.reasons.items() if reason == "error" and name not in members]
     return Trouble("tokens", f"requests {wrong} ended with an error that is not theirs") if wrong else None
 

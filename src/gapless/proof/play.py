@@ -22,7 +22,7 @@ from gapless.device.checker import CheckedDevice
 from gapless.errors import RaceError, StepFailed
 from gapless.pipeline.checked import CheckedExecutor, MakeExecutor, poison_of
 from gapless.pipeline.depth import FixedDepth
-from gapless.pipeline.executor import Executor, LocalExecutor, StepRunner, Ticket
+from gapless.pipeline.executor import Executor, FillMasks, LocalExecutor, StepRunner, Ticket
 from gapless.pipeline.loop import run_loop
 from gapless.proof.schedule import Ask, Schedule
 from gapless.proof.scores import RequestScores
@@ -173,6 +173,7 @@ class Player:
             stop_ids=ask.stop_ids,
             limit=min(ask.length, self._schedule.max_model_len),
             streams=True,
+            guide=None if ask.rule is None else ask.rule.guide(),
         )
         self._texts[ask.id] = Transcript(self._tokenizer, ask.params.stop, min_tokens=ask.params.min_tokens)
         self._scheduler.add(request)
@@ -223,14 +224,22 @@ class Failing:
 
     def __init__(self, inner: StepRunner, failures: Sequence[int]) -> None:
         self.buffers: Sequence[Buffer] = inner.buffers
-        self.fill = inner.fill
+        self.mask_words = inner.mask_words
+        self.fill, self.sample = inner.fill, inner.sample
         self._inner = inner
         self._failures = failures
 
     def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
-        if filled.plan.step in self._failures:
-            raise RuntimeError(f"step {filled.plan.step} was made to fail")
+        self._fail(filled.plan.step)
         self._inner.step(filled, packed_plan, out)
+
+    def forward(self, filled: Filled, packed_plan: torch.Tensor) -> None:
+        self._fail(filled.plan.step)
+        self._inner.forward(filled, packed_plan)
+
+    def _fail(self, step: int) -> None:
+        if step in self._failures:
+            raise RuntimeError(f"step {step} was made to fail")
 
 
 @torch.inference_mode()
@@ -268,6 +277,9 @@ class NotingExecutor:
         ]
         self._batches.append(Batch((*decodes, *chunks)))
         return self._inner.launch(plan)
+
+    def complete(self, ticket: Ticket, fill_masks: FillMasks) -> Ticket:
+        return self._inner.complete(ticket, fill_masks)
 
     def collect(self, ticket: Ticket) -> IntArray:
         plan, step = ticket.plan, ticket.plan.step

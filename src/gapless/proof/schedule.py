@@ -13,6 +13,7 @@ from typing import Any
 from gapless.core.limits import Limits
 from gapless.core.params import SamplingParams
 from gapless.errors import ConfigError
+from gapless.proof.rule import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Ask:
     stop_ids: tuple[int, ...] = ()  # end-of-sequence and stop tokens, already merged
     arrival: int = 0
     abort: int | None = None
+    rule: Rule | None = None  # which tokens may come; None: all
 
     @property
     def length(self) -> int:
@@ -77,6 +79,7 @@ class Schedule:
         tokens = sum(len(ask.prompt) for ask in self.asks)
         most = sum(ask.params.max_tokens for ask in self.asks)
         extras = [f"{sum(ask.abort is not None for ask in self.asks)} aborted"] if self._num_aborts else []
+        extras += [f"{num_guided} guided"] if (num_guided := sum(ask.rule is not None for ask in self.asks)) else []
         extras += [f"failing steps {list(self.failures)}"] if self.failures else []
         extras += ["prefix cache"] if self.prefix_cache else []
         extras += [f"order {self.order}"] if self.order is not None else []
@@ -94,4 +97,5 @@ class Schedule:
 
 def _ask(value: Any) -> Ask:
     tuples = {"prompt": tuple(value["prompt"]), "stop_ids": tuple(value["stop_ids"])}
-    return Ask(**value | tuples | {"params": SamplingParams.from_dict(value["params"])})
+    rule = None if value.get("rule") is None else Rule(**value["rule"])
+    return Ask(**value | tuples | {"params": SamplingParams.from_dict(value["params"]), "rule": rule})

@@ -87,6 +87,9 @@ def _simpler_asks(ask: Ask) -> Iterator[Ask]:
     length, params = len(ask.prompt), ask.params
     if ask.abort is not None:
         yield replace(ask, abort=None)
+    if ask.rule is not None:
+        yield replace(ask, rule=None)
+        yield replace(ask, rule=replace(ask.rule, over_after=None, fails_after=None))
     if ask.arrival > 0:
         yield replace(ask, arrival=0, abort=ask.abort and max(0, ask.abort - ask.arrival))
         yield replace(ask, arrival=ask.arrival // 2)

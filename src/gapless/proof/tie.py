@@ -36,10 +36,16 @@ def is_tie(stage: ModelStage, ask: Ask, known: tuple[int, ...], other: int) -> b
     rows = torch.zeros(NUM_TRIALS, dtype=torch.int64)
     places = torch.full((NUM_TRIALS,), len(history))
     seats = np.zeros(1, SEAT)
-    request = Request(ask.id, int_array(ask.prompt), ask.params, ask.seed, ask.stop_ids, limit=len(history) + 1)
+    guide = None if ask.rule is None else ask.rule.guide()
+    limit = len(history) + 1
+    request = Request(ask.id, int_array(ask.prompt), ask.params, ask.seed, ask.stop_ids, limit, guide=guide)
     needs = write_seat(seats, 0, request)
-    no_mask = torch.zeros(1, mask_words(len(logits)), dtype=torch.int32)
-    sampled = SampledRows(rows, places, RowState(torch.from_numpy(seats.view(np.int32).reshape(1, -1)), no_mask))
+    mask = np.zeros((1, mask_words(len(logits))), np.int32)
+    if guide is not None:
+        guide.advance(int_array(known))
+        guide.fill(mask[0])
+    state = RowState(torch.from_numpy(seats.view(np.int32).reshape(1, -1)), torch.from_numpy(mask))
+    sampled = SampledRows(rows, places, state)
     tokens = sample(shaken, sampled, needs)
     return bool((tokens == other).any())
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gapless.core.params import MAX_STOP_IDS
+from gapless.proof.rule import Rule
 from gapless.proof.schedule import Ask
 from gapless.text.tokenizer import Tokenizer
 
@@ -41,7 +42,8 @@ class Variety:
         dice = random.Random(f"{ask.id}/{number}")
         changes = {"logprobs": dice.choice((None, 0, 3)), "prompt_logprobs": dice.choice((None, None, 0, 2))}
         params = replace(ask.params, **dice.choice(SAMPLING) | changes)
-        ask = replace(ask, id=f"{ask.id}/{number}", params=params, seed=dice.randrange(-(2**63), 2**63))
+        rule = Rule(dice.randrange(2**31), waits=dice.random() < 0.8) if dice.random() < 0.4 else None
+        ask = replace(ask, id=f"{ask.id}/{number}", params=params, seed=dice.randrange(-(2**63), 2**63), rule=rule)
         stop = dice.choice((None, _stop_at, _stop_later, self._stop_text))
         return ask if stop is None else stop(dice, ask, self.alone(ask))
 

@@ -1,6 +1,7 @@
 """Steps as replays of captured CUDA graphs, for a ladder of shapes.
 
-A step is one replay: rows in, tokens out, padded to the next shape with a row that nobody owns. That holds for decode
+A greedy decode step is one replay, any other is two, one for each half: rows in, logits; logits, tokens out. Steps are
+padded to the next shape with a row that nobody owns. That holds for decode
 steps and for steps with chunks of any number and length, for any sampling and for the log-probabilities of samples.
 Those of a prompt are computed after the replay, from the hidden states it leaves. A step without a graph (one that
 copies blocks) runs as it is and is counted with the reason.
@@ -11,9 +12,11 @@ from __future__ import annotations
 import bisect
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,9 +39,10 @@ from gapless.runner.fill import Filled
 from gapless.runner.ladder import Shape, decode_shapes, mixed_shapes
 from gapless.runner.logprobs import score
 from gapless.runner.mixed import in_slices, mixed_capacity, pack_mixed, score_places
+from gapless.runner.new_masks import NewMasks
 from gapless.runner.processors import SampledRows
 from gapless.runner.runner import Runner
-from gapless.runner.step import Inputs, Outputs, Step
+from gapless.runner.step import Inputs, Outputs, Predicted, Step
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +51,9 @@ NO_BLOCK = -1
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A graph, and the tensors it works on, which must live as long."""
+    """A step's graphs, and the tensors they work on, which must live as long."""
 
-    graph: torch.cuda.CUDAGraph
+    graphs: tuple[torch.cuda.CUDAGraph, ...]  # of the whole, or of its two halves
     inputs: DecodeInputs | MixedInputs
 
 
@@ -76,6 +80,7 @@ class GraphRunner:
         self._out = torch.zeros(num_rows * (1 + score_width(MAX_LOGPROBS)), dtype=torch.int32, device=where)
         static = (Buffer("graph.in", self._packed, host=False), Buffer("graph.out", self._out, host=False))
         self.buffers: Sequence[Buffer] = (*runner.buffers, *static)  # graphs share them: one replay at a time
+        self.mask_words = runner.mask_words
         self._graphs: dict[tuple[Shape, bool], Captured] = {}  # by shape and whether all rows are greedy, unscored
         self._decode_shapes: list[Shape] = []  # captured, smallest first
         self._mixed_shapes: list[Shape] = []
@@ -118,18 +123,54 @@ class GraphRunner:
         """Replay the plan's graph, or run it as it is."""
         plan, shape = filled.plan, filled.shape
         if shape is None:
-            self.ledger[_why_no_graph(plan) or "no graph: none was captured"] += 1
-            with self._device.watch():
+            with self._without_graph(plan):
                 self._runner.step(filled, packed_plan, out)
             return
-        resident, self._resident = self._resident, None  # unknown, should this raise
-        self._replay(plan, shape, packed_plan, out)
+        with self._resident_unless_it_raises():
+            self._take_in(packed_plan)
+            for graph in self._graphs[shape, _is_plain(plan, shape)].graphs:
+                graph.replay()
+            self._give(plan, packed_plan, out)
+
+    def forward(self, filled: Filled, packed_plan: torch.Tensor) -> None:
+        """The first half of a step."""
+        if filled.shape is None:
+            with self._without_graph(filled.plan):
+                self._runner.forward(filled, packed_plan)
+            return
+        with self._resident_unless_it_raises():
+            self._take_in(packed_plan)
+            self._graphs[filled.shape, False].graphs[0].replay()
+
+    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: NewMasks, out: torch.Tensor) -> None:
+        """The second half: new masks to the rows, tokens and scores to `out`."""
+        if filled.shape is None:
+            with self._device.watch():
+                self._runner.sample(filled, packed_plan, new, out)
+            return
+        with self._resident_unless_it_raises():
+            self._runner.rows.take_masks(new)
+            self._graphs[filled.shape, False].graphs[1].replay()
+            self._give(filled.plan, packed_plan, out)
+
+    @contextmanager
+    def _without_graph(self, plan: Plan) -> Iterator[None]:
+        self.ledger[_why_no_graph(plan) or "no graph: none was captured"] += 1
+        with self._device.watch():
+            yield
+
+    @contextmanager
+    def _resident_unless_it_raises(self) -> Iterator[None]:
+        resident, self._resident = self._resident, None
+        yield
         self._resident = resident
 
-    def _replay(self, plan: Plan, shape: Shape, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+    def _take_in(self, packed_plan: torch.Tensor) -> None:
         if len(packed_plan):
             self._packed[: len(packed_plan)].copy_(packed_plan)
-        self._graphs[shape, _is_plain(plan, shape)].graph.replay()
+
+    def _give(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
+        """What the graphs left, to `out`."""
         count, scores = plan.num_samples, len(plan.score_samples) * score_width(plan.num_top)
         out[:count].copy_(self._out[:count])
         if scores:
@@ -186,8 +227,7 @@ class GraphRunner:
                 if not self.cost.within_budget():
                     break
                 inputs = self._padding(shape)
-                graph = record(partial(self._play, self._step, inputs, is_plain), pool, stream)
-                self._graphs[shape, is_plain] = Captured(graph, inputs)
+                self._graphs[shape, is_plain] = Captured(self._capture(inputs, is_plain, pool, stream), inputs)
                 if not is_plain:  # all of its graphs are there
                     (self._mixed_shapes if shape.has_chunks else self._decode_shapes).insert(0, shape)
                 self.cost.add(free - torch.cuda.mem_get_info()[0])
@@ -196,6 +236,21 @@ class GraphRunner:
             torch.cuda.synchronize()
         self.cost.within_budget()
         log.info("%s", self.cost)
+
+    def _capture(
+        self, inputs: DecodeInputs | MixedInputs, is_plain: bool, pool: Any, stream: torch.cuda.Stream
+    ) -> tuple[torch.cuda.CUDAGraph, ...]:
+        """The logits between two halves are kept until the second is captured, which therefore leaves them alone."""
+        if is_plain:
+            return (record(partial(self._play, self._step, inputs, is_plain), pool, stream),)
+        between: list[Predicted] = []
+
+        def predict() -> None:
+            between[:] = [self._predict(self._step, inputs)]
+
+        first = record(predict, pool, stream)
+        second = record(lambda: self._finish(self._step, inputs, between[0], is_plain), pool, stream)
+        return first, second
 
     def _rehearse(self, wanted: Sequence[tuple[Shape, bool]], progress: Callable[[int, int], None] | None) -> None:
         """Compile every kernel of the steps side by side, then run each step once: libraries load what they need."""
@@ -208,13 +263,15 @@ class GraphRunner:
         for shape, is_plain in wanted:
             self._play(step, self._padding(shape), is_plain)
         # the allocator keeps memory for each stream apart, and this runs on the engine's own
-        self._device.stream(STREAMS[COMPUTE]).run(self._rehearse_scores, "rehearsal")
+        self._device.stream(STREAMS[COMPUTE]).run(self._rehearse_rest, "rehearsal")
         torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def _rehearse_scores(self) -> None:
+    def _rehearse_rest(self) -> None:
+        """What runs beside graphs: scores of prompts, and masks on their way to the rows."""
         nothing = torch.zeros(self._limits.num_rows, dtype=torch.int64, device=self._packed.device)
         self._score_slice(nothing, nothing, num_top=0)
+        self._runner.rows.take_masks(NewMasks(nothing[:1], self._runner.rows.masks[-1:].clone()))
 
     def _padding(self, shape: Shape) -> DecodeInputs | MixedInputs:
         """Inputs of this shape, and in `_packed` a plan that is padding alone."""
@@ -227,21 +284,31 @@ class GraphRunner:
         rest.fill_(NO_BLOCK)
         return DecodeInputs(shape.num_rows, device)
 
-    @torch.inference_mode()
     def _play(self, step: Step, inputs: DecodeInputs | MixedInputs, is_plain: bool) -> None:
-        """The step that a graph records, from `_packed` to `_out`."""
-        if isinstance(inputs, MixedInputs):
-            self._mixed(step, inputs)
-        else:
-            self._decode(step, inputs, is_plain)
+        """The step that graphs record, from `_packed` to `_out`."""
+        self._finish(step, inputs, self._predict(step, inputs), is_plain)
 
-    def _decode(self, step: Step, inputs: DecodeInputs, is_plain: bool) -> None:
+    @torch.inference_mode()
+    def _predict(self, step: Step, inputs: DecodeInputs | MixedInputs) -> Predicted:
+        return self._begin_mixed(step, inputs) if isinstance(inputs, MixedInputs) else self._begin_decode(step, inputs)
+
+    @torch.inference_mode()
+    def _finish(self, step: Step, inputs: DecodeInputs | MixedInputs, predicted: Predicted, is_plain: bool) -> None:
+        if isinstance(inputs, MixedInputs):
+            self._end_mixed(step, inputs, predicted)
+        else:
+            self._end_decode(step, inputs, predicted, is_plain)
+
+    def _begin_decode(self, step: Step, inputs: DecodeInputs) -> Predicted:
         """One token of each row: the same step, between two kernels of its own."""
-        rows, size = self._runner.rows, inputs.batch
+        rows = self._runner.rows
         begin(self._packed, rows.last_token, rows.length, rows.blocks, self._limits.block_size, inputs)
+        return step.predict(Inputs(inputs.ids, inputs.positions, self._decode_batch(inputs)))
+
+    def _end_decode(self, step: Step, inputs: DecodeInputs, predicted: Predicted, is_plain: bool) -> None:
+        rows, size = self._runner.rows, inputs.batch
         sampled = SampledRows(inputs.rows, inputs.lengths, rows.state)
-        fed = Inputs(inputs.ids, inputs.positions, self._decode_batch(inputs), sampled)
-        found = step.run(fed, 0 if is_plain else ALL_NEEDS)
+        found = step.sample(predicted, sampled, 0 if is_plain else ALL_NEEDS)
         end(found.tokens, inputs, rows.last_token, rows.length, self._out)
         if not is_plain:
             self._score(found, self._packed[2 * size : 3 * size], self._packed[3 * size : 3 * size + 1])
@@ -262,18 +329,22 @@ class GraphRunner:
             chunks=(),
         )
 
-    def _mixed(self, step: Step, inputs: MixedInputs) -> None:
+    def _begin_mixed(self, step: Step, inputs: MixedInputs) -> Predicted:
         """Any step with chunks."""
         rows, limits = self._runner.rows, self._limits
         kept = rows.last_token, rows.length
         begin_mixed(self._packed, *kept, rows.blocks, rows.seats, limits.block_size, limits.max_new_blocks, inputs)
-        sampled = SampledRows(inputs.sample_rows, inputs.sample_places, rows.state)
-        fed = Inputs(inputs.ids, inputs.positions, self._mixed_batch(inputs), sampled, inputs.sample_tokens)
-        found = step.run(fed, ALL_NEEDS)
-        end_mixed(self._packed, found.tokens, inputs, *kept, self._out)
+        found = step.predict(Inputs(inputs.ids, inputs.positions, self._mixed_batch(inputs), inputs.sample_tokens))
         if self._hidden is None:
             self._hidden = torch.empty_like(found.hidden)  # the largest shape is played first
         self._hidden[: len(found.hidden)].copy_(found.hidden)
+        return found
+
+    def _end_mixed(self, step: Step, inputs: MixedInputs, predicted: Predicted) -> None:
+        rows = self._runner.rows
+        sampled = SampledRows(inputs.sample_rows, inputs.sample_places, rows.state)
+        found = step.sample(predicted, sampled, ALL_NEEDS)
+        end_mixed(self._packed, found.tokens, inputs, rows.last_token, rows.length, self._out)
         self._score(found, inputs.score_places, inputs.num_top)
 
     def _mixed_batch(self, inputs: MixedInputs) -> AttentionBatch:

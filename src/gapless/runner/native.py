@@ -28,6 +28,7 @@ from gapless.models.weight import Weight
 from gapless.native import library as native
 from gapless.runner.fill import Filled, Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
+from gapless.runner.new_masks import NewMasks
 from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import RowStore
 from gapless.runner.sampler import sample
@@ -115,6 +116,7 @@ class NativeRunner:
         self._num_blocks = limits.num_blocks + 1
         self.rows = RowStore(device, limits, model.config.vocab_size)
         self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
+        self.mask_words = self.rows.masks.shape[1]
         self.ledger: Counter[str] = Counter()  # nothing to miss
         self.num_padding = 0
         shape = (limits.num_rows, model.config.vocab_size)
@@ -136,12 +138,28 @@ class NativeRunner:
         The scores, if the plan has any, follow them.
         """
         plan = filled.plan
+        if plan.needs or plan.num_scores:
+            self.forward(filled, packed_plan)
+            self._finish(plan, unpack(packed_plan, Sections.of(plan)), out)
+        else:
+            self._call(plan, packed_plan, None, out.data_ptr())  # does all of it
+
+    def forward(self, filled: Filled, packed_plan: Tensor) -> None:
+        """The first half of a step: the call, which leaves the logits."""
+        self._call(filled.plan, packed_plan, self.logits.data_ptr(), None)
+
+    def sample(self, filled: Filled, packed_plan: Tensor, new: NewMasks, out: Tensor) -> None:
+        """The second half: new masks to the rows, tokens and scores to `out`."""
+        self.rows.take_masks(new)
+        self._finish(filled.plan, unpack(packed_plan, Sections.of(filled.plan)), out)
+
+    def _call(self, plan: Plan, packed_plan: Tensor, logits: int | None, tokens: int | None) -> None:
+        """Logits to one address, or tokens to the other."""
         sections = Sections.of(plan)
         if len(plan.seat_rows):
             self.rows.apply(unpack(packed_plan, sections))
         if len(plan.block_copies):
             self._copy_blocks(unpack(packed_plan, sections).block_copies)
-        is_whole = not (plan.needs or plan.num_scores)  # the call does all of it
         counts = native.CSections(
             sections.num_decodes,
             sections.num_chunk_tokens,
@@ -151,10 +169,7 @@ class NativeRunner:
             sections.num_targets,
             sections.num_new_blocks,
         )
-        logits = None if is_whole else self.logits.data_ptr()
-        _check(self._library.gapless_step(self._engine, packed_plan.data_ptr(), counts, logits, out.data_ptr()))
-        if not is_whole:
-            self._finish(plan, unpack(packed_plan, sections), out)
+        _check(self._library.gapless_step(self._engine, packed_plan.data_ptr(), counts, logits, tokens))
 
     def _copy_blocks(self, copies: Tensor) -> None:
         """Whole blocks, all layers at once: a block's memory lies together here."""

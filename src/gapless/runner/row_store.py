@@ -15,6 +15,7 @@ from gapless.core.limits import Limits
 from gapless.core.row_fields import FIELDS, SEAT, SEAT_WORDS, RowField
 from gapless.device.base import Buffer, Device
 from gapless.runner.fill import Packed
+from gapless.runner.new_masks import NewMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,11 @@ class RowStore:
         if len(packed.new_blocks):
             row, index, block = packed.new_blocks.long().unbind(1)
             self.blocks[row, index] = block
+
+    def take_masks(self, new: NewMasks) -> None:
+        """Write new masks."""
+        if len(new.rows):
+            self.masks.index_copy_(0, new.rows, new.masks)
 
     def advance(self, packed: Packed, tokens: torch.Tensor) -> None:
         """Move lengths past this step's tokens and keep what was sampled; NO_SAMPLE must not reach the embedding."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,9 +18,19 @@ from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device
 from gapless.runner.fill import Filled, Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
+from gapless.runner.new_masks import NewMasks
 from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import RowStore
-from gapless.runner.step import Inputs, Outputs, Step, Targets, write_scores
+from gapless.runner.step import Inputs, Outputs, Predicted, Step, Targets, write_scores
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """What the first half of a step leaves to the second."""
+
+    packed: Packed
+    sampled: SampledRows
+    found: Predicted
 
 
 class Runner:
@@ -33,9 +44,11 @@ class Runner:
         self._kv = kv
         self.rows = RowStore(device, limits, step.model.vocab_size)
         self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
+        self.mask_words = self.rows.masks.shape[1]
         self.ledger: Counter[str] = Counter()  # steps that missed a faster runner, by reason
         self.num_padding = 0
         self._slow_reason = slow_reason
+        self._half: Half | None = None  # of the step whose second half comes next
 
     def fill(self, plan: Plan, out: IntArray) -> Filled:
         """Pack the plan."""
@@ -47,6 +60,12 @@ class Runner:
 
         The scores, if the plan has any, follow them.
         """
+        self.forward(filled, packed_plan)
+        self._finish(filled.plan, out)
+
+    @torch.inference_mode()
+    def forward(self, filled: Filled, packed_plan: torch.Tensor) -> None:
+        """The first half of a step, up to the logits."""
         if self._slow_reason is not None:
             self.ledger[f"no native call: {self._slow_reason}"] += 1
         plan = filled.plan
@@ -54,16 +73,26 @@ class Runner:
         self.rows.apply(packed)
         if len(plan.block_copies):
             self._kv.copy_blocks(packed.block_copies)
-        found = self.run(plan, packed, plan.needs, out)
-        if plan.num_scores:
-            self._write_scores(plan, packed, found, out[plan.num_samples : plan.num_results])
+        inputs = self._inputs(plan, packed)
+        places = inputs.positions[packed.sample_tokens.long()] + 1
+        sampled = SampledRows(packed.sample_rows.long(), places, self.rows.state)
+        self._half = Half(packed, sampled, self._step.predict(inputs))
 
-    def run(self, plan: Plan, packed: Packed, needs: int, out: torch.Tensor) -> Outputs:
-        """The plan without its new owners and blocks: tokens to `out`, and the rows move on."""
-        found = self._step.run(self._inputs(plan, packed), needs)
+    @torch.inference_mode()
+    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: NewMasks, out: torch.Tensor) -> None:
+        """The second half: new masks to the rows, tokens and scores to `out`, and the rows move on."""
+        self.rows.take_masks(new)
+        self._finish(filled.plan, out)
+
+    def _finish(self, plan: Plan, out: torch.Tensor) -> None:
+        half, self._half = self._half, None
+        assert half is not None, "nothing was computed to sample from"
+        packed = half.packed
+        found = self._step.sample(half.found, half.sampled, plan.needs)
         self.rows.advance(packed, found.tokens)
         out[: plan.num_samples] = found.tokens
-        return found
+        if plan.num_scores:
+            self._write_scores(plan, packed, found, out[plan.num_samples : plan.num_results])
 
     def _inputs(self, plan: Plan, packed: Packed) -> Inputs:
         """Decodes take their token from the rows, chunks from the host."""
@@ -73,13 +102,11 @@ class Runner:
             token_ids = torch.cat((token_ids, packed.chunk_tokens))
             positions = torch.cat((positions, packed.chunk_positions))
             token_rows = torch.cat((rows, packed.chunk_token_rows))
-        chosen = packed.sample_tokens.long()
         return Inputs(
             token_ids=token_ids,
             positions=positions,
             batch=self._batch(plan, packed, positions, token_rows),
-            sampled=SampledRows(packed.sample_rows.long(), positions[chosen] + 1, self.rows.state),
-            sample_tokens=chosen,
+            sample_tokens=packed.sample_tokens.long(),
         )
 
     def _batch(self, plan: Plan, packed: Packed, positions: torch.Tensor, token_rows: torch.Tensor) -> AttentionBatch:

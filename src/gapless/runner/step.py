@@ -1,5 +1,6 @@
 """The step itself, written once: inputs in, model, logits, processors and draw, tokens out.
 
+It has two halves, which may be launched one after the other: `predict` gives logits, `sample` tokens.
 A runner calls it as it is, or records it into a graph. What stands around it differs: where inputs come from, and how
 rows move on. Knows no plan and no packing. Runs on the compute stream; never waits, never looks at a value on the host.
 """
@@ -47,13 +48,20 @@ Score = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The inputs of the model in one step, and the rows that it samples."""
+    """The inputs of the model in one step."""
 
     token_ids: torch.Tensor  # [num_tokens]
     positions: torch.Tensor  # [num_tokens] int64
     batch: AttentionBatch
-    sampled: SampledRows
     sample_tokens: torch.Tensor | None = None  # [num_samples] which tokens are followed by a sample; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """The results of a step's first half."""
+
+    hidden: torch.Tensor  # [num_tokens, hidden_size]
+    logits: torch.Tensor  # [num_samples, vocab_size] the model's own, before any processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +87,18 @@ class Step:
         """A step that launches the same kernels, few times, and whose results mean nothing."""
         return Step(self.model.few_layers(), self.attention, self.sampler, self.score)
 
-    def run(self, inputs: Inputs, needs: int) -> Outputs:
+    def predict(self, inputs: Inputs) -> Predicted:
+        """The model's half."""
         hidden = self.model.forward(inputs.token_ids, inputs.positions, self.attention.begin(inputs.batch))
         picked = hidden if inputs.sample_tokens is None else hidden[inputs.sample_tokens]
-        if len(picked) == 0:
-            nothing = torch.empty(0, dtype=torch.int64, device=hidden.device)
-            return Outputs(nothing, hidden, hidden[:0])
-        logits = self.model.logits(picked)
-        return Outputs(self.sampler(logits, inputs.sampled, needs), hidden, logits)
+        return Predicted(hidden, self.model.logits(picked) if len(picked) else hidden[:0])
+
+    def sample(self, found: Predicted, sampled: SampledRows, needs: int) -> Outputs:
+        """The sampler's half."""
+        if len(found.logits) == 0:
+            nothing = torch.empty(0, dtype=torch.int64, device=found.hidden.device)
+            return Outputs(nothing, found.hidden, found.logits)
+        return Outputs(self.sampler(found.logits, sampled, needs), found.hidden, found.logits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ from gapless.trace.columns import (
     DRY_MEMORY,
     DRY_ROWS,
     EAGER,
-    GRAMMAR,
     IDLE,
     INSIDE,
     LAUNCH,
@@ -56,20 +55,16 @@ CAUSES = (
     "no free row",
     "eager fallback",
     "graph capture",
-    "waiting for grammar",
     "unknown",
     *INSIDE,
 )
 NOTHING = 0
 FIRST_INSIDE = len(CAUSES) - len(INSIDE)  # causes before this one are of gaps, the others of time within steps
-GC, LOCK, COPY, HANDOVER, MEMORY, ROWS, EAGER_FALLBACK, CAPTURE, WAITING_GRAMMAR, UNKNOWN = range(
-    len(PHASES), FIRST_INSIDE
-)
+GC, LOCK, COPY, HANDOVER, MEMORY, ROWS, EAGER_FALLBACK, CAPTURE, UNKNOWN = range(len(PHASES), FIRST_INSIDE)
 DRY_CAUSE = {DRY_DONE: NOTHING, DRY_ROWS: ROWS, DRY_MEMORY: MEMORY}
 # a step's flag, the host phase that it lengthens, and the resulting cause
 SPECIAL = (
     (PREEMPTED, SCHEDULE, MEMORY),
-    (GRAMMAR, SCHEDULE, WAITING_GRAMMAR),
     (EAGER, LAUNCH, EAGER_FALLBACK),
     (CAPTURED, LAUNCH, CAPTURE),
 )

@@ -16,8 +16,8 @@ Ints = npt.NDArray[np.int32]
 Codes = npt.NDArray[np.uint8]
 
 # What the loop's thread does. It is always in one phase, from one mark to the next.
-PHASES = ("idle", "admit", "schedule", "fill", "launch", "collect", "commit", "deliver")
-IDLE, ADMIT, SCHEDULE, FILL, LAUNCH, COLLECT, COMMIT, DELIVER = range(len(PHASES))
+PHASES = ("idle", "admit", "schedule", "fill", "launch", "collect", "commit", "masks", "deliver")
+IDLE, ADMIT, SCHEDULE, FILL, LAUNCH, COLLECT, COMMIT, MASKS, DELIVER = range(len(PHASES))
 WAITS = (IDLE, COLLECT)  # phases in which it sleeps on purpose
 
 # Why nothing could be planned while a step was in flight. Added to the phases that follow, until a plan is found.
@@ -25,10 +25,10 @@ NOT_DRY, DRY_DONE, DRY_ROWS, DRY_MEMORY = 0, 16, 32, 48
 DRY_MASK, PHASE_MASK = 48, 15
 
 # Special properties of a step.
-EAGER, CAPTURED, PREEMPTED, GRAMMAR = 1, 2, 4, 8
+EAGER, CAPTURED, PREEMPTED = 1, 2, 4
 
 # Why the device idled within a computation, in the order of the columns of a step.
-INSIDE = ("launch", "compile", "allocation")
+INSIDE = ("launch", "compile", "allocation", "masks")
 
 LANES = ("cpu", "h2d", "gpu", "d2h")
 
@@ -54,6 +54,7 @@ class Steps:
     idle_launch: Times  # seconds within the computation in which the device idled, by cause
     idle_compile: Times
     idle_allocation: Times
+    idle_masks: Times
 
     def __len__(self) -> int:
         return len(self.step)
@@ -61,7 +62,7 @@ class Steps:
     @property
     def idle_inside(self) -> Times:
         """[num_steps, len(INSIDE)], at most as long as the computation."""
-        found: Times = np.stack((self.idle_launch, self.idle_compile, self.idle_allocation), axis=1)
+        found: Times = np.stack([getattr(self, f"idle_{cause}") for cause in INSIDE], axis=1)
         total = found.sum(axis=1)
         took = np.nan_to_num(np.maximum(self.compute_end - self.compute_begin, 0))
         scale = np.where(total > took, took / np.maximum(total, 1e-12), 1.0)

@@ -40,8 +40,8 @@ TAIL_STEPS = 150  # most steps in a view of the last seconds
 KEPT_STEPS = 4096  # by default
 NEVER = float("nan")
 # Each row is written at once, so that a concurrent reader sees whole rows.
-MARK, LAUNCHED, COLLECTED, COLLECTION = Struct("3d"), Struct("7d"), Struct("10d"), Struct("3d")
-MARK_WIDTH, LAUNCHED_WIDTH, COLLECTED_WIDTH, COLLECTION_WIDTH = 3, 7, 10, 3  # numbers in a row
+MARK, LAUNCHED, COLLECTED, COLLECTION = Struct("3d"), Struct("7d"), Struct("11d"), Struct("3d")
+MARK_WIDTH, LAUNCHED_WIDTH, COLLECTED_WIDTH, COLLECTION_WIDTH = 3, 7, 11, 3  # numbers in a row
 NUM_BLOCKS, FLAGS, QUEUED = 3, 5, 6  # places in a row of a launch
 NO_GRAPH = "no graph"  # prefix of the reasons why a step's kernels are launched one by one
 STEP_FAILED = "step failed"  # in the ledger; the report looks for it
@@ -142,7 +142,7 @@ class Recorder:
         row = self._num_collected * LAUNCHED_WIDTH
         took = times[3] - times[2]
         if took > 0:  # not NaN
-            self.busy_s += max(took - times[6] - times[7] - times[8], 0.0)
+            self.busy_s += max(took - sum(times[6:]), 0.0)
             if times[6] > PACED_SHARE * took:
                 self.ledger["step without a graph, paced by its launch"] += 1
         self.num_blocks_in_flight -= int(self._launched[row + NUM_BLOCKS])

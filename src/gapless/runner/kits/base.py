@@ -26,6 +26,7 @@ from gapless.models.source import ModelSource
 from gapless.runner.fill import Filled
 from gapless.runner.kv_store import KVStore
 from gapless.runner.native import NativeModel
+from gapless.runner.new_masks import NewMasks
 
 BuildProgress = Callable[[int, int], None]
 LoadedModel = CausalLM | NativeModel
@@ -112,6 +113,7 @@ class BatchRunner(Protocol):
     """Runs one batch at a time on one device."""
 
     buffers: Sequence[Buffer]
+    mask_words: int  # of a row's mask
     ledger: Counter[str]  # steps that missed a faster runner, by reason
     num_padding: int  # tokens computed only to fill up captured shapes
 
@@ -120,6 +122,12 @@ class BatchRunner(Protocol):
 
     def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         """Run the packed plan on the compute stream; leave its results at the head of `out`."""
+
+    def forward(self, filled: Filled, packed_plan: torch.Tensor) -> None:
+        """The first half of `step`, up to the logits."""
+
+    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: NewMasks, out: torch.Tensor) -> None:
+        """The second half, from the logits on, with new masks."""
 
 
 @dataclass(frozen=True, slots=True)

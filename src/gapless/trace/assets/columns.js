@@ -9,7 +9,7 @@ const COLORS = {
   "commit": "#a8476f", "deliver": "#7b4f9d",
   "garbage collection": "#5b4bb5", "interpreter lock": "#a08ae0", "copy late": "#2f7dbd", "hand-over": "#79b4d8",
   "memory pressure": "#b8255f", "no free row": "#de7aa5", "eager fallback": "#8a6d3b", "graph capture": "#b8a26a",
-  "waiting for grammar": "#5f9455", "unknown": "#54585f", "compile": "#3d7a74", "allocation": "#6aa84f", "h2d": "#3f86c6", "d2h": "#7a7fd6",
+  "masks": "#5f9455", "unknown": "#54585f", "compile": "#3d7a74", "allocation": "#6aa84f", "h2d": "#3f86c6", "d2h": "#7a7fd6",
 };
 const MEANS = {
   "nothing to run": "no request was there",
@@ -23,15 +23,17 @@ const MEANS = {
   "hand-over": "all was there; streams, or threads on a CPU, passed the work on",
   "memory pressure": "KV blocks had run out", "no free row": "requests waited for a place in the batch",
   "eager fallback": "the step had no graph, so its kernels were launched one by one",
-  "graph capture": "a graph was being captured", "waiting for grammar": "the grammar's mask was not ready",
+  "graph capture": "a graph was being captured",
+  "host: masks": "the host filled the masks of guided requests",
   "unknown": "not explained",
   "launch": "within a step: its kernels were done before the host had launched the next ones",
   "compile": "within a step: a kernel was compiled or loaded",
   "allocation": "within a step: memory was taken from the device",
+  "masks": "within a step: the model was done before the masks were there",
 };
-const INSIDE = ["launch", "compile", "allocation"];  // causes of idle time within steps; all others are of gaps before them
-const ORDER = ["nothing to run", "no free row", "memory pressure", "host: collect", "host: commit", "host: deliver",
-  "host: admit", "host: schedule", "waiting for grammar", "host: fill", "host: launch", "graph capture",
+const INSIDE = ["launch", "compile", "allocation", "masks"];  // causes of idle time within steps; all others are of gaps before them
+const ORDER = ["nothing to run", "no free row", "memory pressure", "host: collect", "host: commit", "host: masks", "host: deliver",
+  "host: admit", "host: schedule", "host: fill", "host: launch", "graph capture",
   "eager fallback", "garbage collection", "interpreter lock", "unknown", "copy late", "hand-over"];  // as they follow
 const color = (name) => COLORS[name] || COLORS[name.replace("host: ", "")] || "#888";
 const GROUP = 64, MANY = 40000;  // phases in a group; above so many, groups are drawn

@@ -1,0 +1,106 @@
+"""Guides at work: they learn what became known, and fill the masks of a step's rows.
+
+A guide hears of facts alone, in order and each once, so that it never has to step back. A request whose guide says
+that it is over ends there; one whose guide raises ends with that error, and nobody else is concerned. Belongs to the
+loop's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from gapless.core.outcome import Commit, Finished
+from gapless.core.plan import Plan
+from gapless.core.request import IntArray, LongArray, Request
+from gapless.core.scheduler import Scheduler
+from gapless.errors import ControlFailed, GaplessError
+from gapless.guides.masks import fill_masks
+
+log = logging.getLogger(__name__)
+
+
+class Masks:
+    """The guides of the scheduler's rows."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._ended: list[Finished] = []
+
+    def learn(self, plan: Plan, commit: Commit) -> Commit:
+        """A plan was committed: tell the guides of its rows, and add the requests that are over thereby."""
+        finished = tuple([self._judge(item) if item.reason == "length" else item for item in commit.finished])
+        for request in self._guided(plan):
+            self._advance(request)
+        return Commit(commit.num_tokens, commit.progress, finished + self.ended().finished)
+
+    def fill(self, plan: Plan, rows: LongArray, masks: IntArray) -> int:
+        """Write the masks of the plan's rows, and whose they are; how many. A row whose owner has left gets none.
+
+        rows: [n], masks: [n, mask_words], for at least as many as the plan wants.
+        """
+        requests = [request for request in self._guided(plan) if self._advance(request)]
+        rows[: len(requests)] = [request.row for request in requests]
+        errors = fill_masks([request.guide for request in requests if request.guide is not None], masks)
+        for index, error in errors.items():  # such a row has left; what its mask says is nobody's concern
+            self._end(requests[index], "error", _failure(requests[index], error))
+        return len(requests)
+
+    def ended(self) -> Commit:
+        """The requests that ended since the last call: their guides are over, or have failed."""
+        found = Commit(0, (), tuple(self._ended))
+        self._ended.clear()
+        return found
+
+    def _guided(self, plan: Plan) -> list[Request]:
+        """The requests whose masks the plan wants, without those that have left since."""
+        table, rows = self._scheduler.rows, plan.sample_rows[plan.mask_samples]
+        live = table.epoch[rows] == plan.sample_epochs[plan.mask_samples]
+        return [request for row in rows[live].tolist() if (request := table.request[row]) is not None]
+
+    def _judge(self, finished: Finished) -> Finished:
+        """A request that has reached its limit: its last token may have been the one that makes it complete."""
+        request = finished.request
+        if request.guide is None or not request.guide.waits:
+            return finished
+        try:
+            is_over = self._tell(request, request.tokens)
+        except Exception as error:
+            return Finished(request, "error", _failure(request, error))
+        return Finished(request, "stop") if is_over else finished
+
+    def _advance(self, request: Request) -> bool:
+        """Tell the guide what it has not heard yet; False if the request is over thereby."""
+        table = self._scheduler.rows
+        try:
+            is_over = self._tell(request, table.tokens[request.row, : table.num_tokens[request.row]])
+        except Exception as error:
+            self._end(request, "error", _failure(request, error))
+            return False
+        if is_over:
+            self._end(request, "stop")
+        return not is_over
+
+    @staticmethod
+    def _tell(request: Request, known: IntArray) -> bool:
+        """Of the known tokens, those that the guide has not heard of; whether it is over."""
+        assert request.guide is not None
+        news = known[request.num_prompt + request.num_guided :]
+        if len(news):
+            request.num_guided += len(news)
+            request.guide.advance(news.copy())  # its own, should it keep them
+        return request.guide.is_over
+
+    def _end(self, request: Request, reason: str, error: GaplessError | None = None) -> None:
+        finished = self._scheduler.abort(request.id, reason, error)
+        assert finished is not None
+        self._ended.append(finished)
+
+
+def _failure(request: Request, error: Exception) -> GaplessError:
+    """What to tell the client: a guide may say itself why it cannot go on."""
+    if isinstance(error, GaplessError):
+        return error
+    log.info("the guide of request %s raised", request.id, exc_info=error)
+    found = ControlFailed(f"the guide failed after {request.num_guided} tokens: {type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found

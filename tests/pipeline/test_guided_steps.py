@@ -1,0 +1,275 @@
+"""Guided requests in the whole pipeline: right at any depth and order of streams, and nobody else's affair."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from fakes import make_limits, make_request
+from gapless.core.limits import Limits
+from gapless.core.plan import Plan
+from gapless.core.request import IntArray, Request, int_array
+from gapless.core.scheduler import Scheduler
+from gapless.device.base import Device
+from gapless.device.checker import CheckedDevice
+from gapless.device.cpu import CpuDevice
+from gapless.errors import ControlFailed
+from gapless.pipeline.executor import LocalExecutor
+from gapless.pipeline.masks import Masks
+from gapless.proof.rule import Rule
+from toy import LIMITS, Outcome, run_on, run_toy, toy_request, toy_requests, toy_runner, toy_truth
+
+RULES = {"a": Rule(1), "b": Rule(2), "d": Rule(3, waits=False), "f": Rule(4, over_after=3), "g": Rule(5)}
+TRUTH = {request.id: toy_truth(request, RULES.get(request.id)) for request in toy_requests()}
+SCARCE = Limits(num_rows=4, num_blocks=9, block_size=4, max_batch_tokens=12, max_model_len=48)
+
+
+def guided(rules: dict[str, Rule] = RULES) -> list[Request]:
+    """The toy's workload, some of it guided."""
+    requests = toy_requests()
+    for request in requests:
+        request.guide = rules[request.id].guide() if request.id in rules else None
+    return requests
+
+
+def test_the_rules_change_tokens() -> None:
+    assert all(TRUTH[request.id] != toy_truth(request) for request in toy_requests() if request.id in RULES)
+
+
+@pytest.mark.parametrize("limits", [LIMITS, SCARCE], ids=["room", "preempted"])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_tokens_follow_the_guides_and_nobody_else_changes(depth: int, limits: Limits) -> None:
+    for seed in (None, *range(6)):
+        device = CheckedDevice(CpuDevice(seed=seed))
+        outcome = run_on(device, guided(), depth=depth, limits=limits)
+        assert outcome.tokens == TRUTH
+        assert outcome.reasons["f"] == "stop"
+        assert (outcome.scheduler.counters.num_preemptions > 0) == (limits is SCARCE)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_resumed_request_goes_on_as_its_guide_says(depth: int) -> None:
+    for known in range(1, 6):
+        request = toy_request("a", [3, 1, 4], max_tokens=6)
+        request.guide = Rule(7).guide()
+        truth = toy_truth(request, Rule(7))
+        request.resume_after(int_array(truth[:known]))
+        assert run_on(CpuDevice(seed=0), [request], depth=depth).tokens == {"a": truth}
+
+
+class Broken:
+    """A guide that raises in one of its calls."""
+
+    waits, is_over = True, False
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def advance(self, tokens: IntArray) -> None:
+        if self._where == "advance":
+            raise KeyError("no such state")
+
+    def fill(self, out: IntArray) -> None:
+        out[:] = -1
+        if self._where == "fill":
+            raise KeyError("no such state")
+
+
+@pytest.mark.parametrize("where", ["advance", "fill"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_guide_that_raises_fails_its_own_request_only(depth: int, where: str) -> None:
+    for seed in (None, 0, 1):
+        requests = guided()
+        victim = requests[4]
+        victim.guide = Broken(where)
+        errors: list[BaseException | None] = []
+        outcome = run_noted(CheckedDevice(CpuDevice(seed=seed)), requests, depth, errors)
+        assert outcome.reasons[victim.id] == "error"
+        assert {id: tokens for id, tokens in outcome.tokens.items() if id != victim.id} == {
+            id: tokens for id, tokens in TRUTH.items() if id != victim.id
+        }
+        assert [str(error) for error in errors if error is not None] == [
+            f"the guide failed after {1 if where == 'advance' else 0} tokens: KeyError: 'no such state'"
+        ]
+        assert all(isinstance(error, ControlFailed) for error in errors if error is not None)
+
+
+def run_noted(device: Device, requests: list[Request], depth: int, errors: list[BaseException | None]) -> Outcome:
+    """As `run_on`, with the errors of what ended."""
+    abort = Scheduler.abort
+
+    def noted(self: Scheduler, request_id: str, reason: str = "abort", error: BaseException | None = None):  # type: ignore[no-untyped-def]
+        errors.append(error)
+        return abort(self, request_id, reason, error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "abort", noted)
+        return run_on(device, requests, depth=depth)
+
+
+class Spy:
+    """A guide that allows everything, and notes what it hears."""
+
+    waits = True
+
+    def __init__(self, over_after: int | None = None) -> None:
+        self.heard: list[list[int]] = []
+        self._over_after = over_after
+
+    @property
+    def is_over(self) -> bool:
+        return self._over_after is not None and sum(map(len, self.heard)) >= self._over_after
+
+    def advance(self, tokens: IntArray) -> None:
+        self.heard.append(tokens.tolist())
+
+    def fill(self, out: IntArray) -> None:
+        out[:] = -1
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_guide_hears_each_fact_once_and_no_overrun(depth: int) -> None:
+    request = toy_request("a", [3, 1, 4], max_tokens=12)
+    truth = toy_truth(request)
+    request.stop_ids = (truth[7],)  # known too late to stop the next step
+    request.guide = spy = Spy()
+    outcome = run_on(CpuDevice(), [request], depth=depth)
+    assert outcome.tokens == {"a": truth[:8]}
+    assert [token for part in spy.heard for token in part] == truth[:7]
+    assert outcome.scheduler.counters.num_overrun == (depth > 1)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("max_tokens", [4, 5, 6])
+def test_a_guide_that_is_over_ends_its_request(depth: int, max_tokens: int) -> None:
+    """Also with the last token that may come: then nothing is missing."""
+    request = toy_request("a", [3, 1, 4], max_tokens=max_tokens)
+    request.guide = Spy(over_after=5)
+    outcome = run_on(CpuDevice(seed=1), [request], depth=depth)
+    expected = toy_truth(request)[:5], "length" if max_tokens == 4 else "stop"
+    assert (outcome.tokens["a"], outcome.reasons["a"]) == expected
+    assert outcome.scheduler.counters.num_overrun == (depth > 1 and max_tokens > 5)
+
+
+def test_a_step_with_a_guide_has_at_most_one_before_it_and_none_behind() -> None:
+    """Steps without guides keep the depth."""
+    device = CpuDevice()
+    notes: list[str] = []
+
+    class Noted(LocalExecutor):
+        def launch(self, plan: Plan):  # type: ignore[no-untyped-def]
+            notes.append(f"launch {'open' if plan.is_split else 'whole'}")
+            return super().launch(plan)
+
+        def complete(self, ticket, fill_masks):  # type: ignore[no-untyped-def]
+            notes.append("complete")
+            return super().complete(ticket, fill_masks)
+
+        def collect(self, ticket):  # type: ignore[no-untyped-def]
+            notes.append("collect")
+            return super().collect(ticket)
+
+    request = toy_request("a", [3, 1, 4], max_tokens=4)
+    request.guide = Rule(1).guide()
+    run_toy(Noted(device, toy_runner(device, LIMITS), LIMITS, 3), [request], depth=3)
+    steady = ["launch open", "collect", "complete"]
+    assert notes == ["launch open", "complete", *steady * 3, "collect"]
+    notes.clear()
+    device = CpuDevice()
+    run_toy(Noted(device, toy_runner(device, LIMITS), LIMITS, 3), [toy_request("b", [3, 1, 4], max_tokens=4)], depth=3)
+    assert notes == [*["launch whole"] * 3, "collect", "launch whole", *["collect"] * 3]
+
+
+def test_masks_are_filled_while_the_model_runs() -> None:
+    """The model's half is held at a gate; its masks are filled all the same, and nothing is sampled."""
+    device = CpuDevice()
+    runner = toy_runner(device, LIMITS)
+    gate, forward = threading.Event(), runner.forward
+    runner.forward = lambda filled, packed: gate.wait(10) and forward(filled, packed)  # type: ignore[method-assign]
+    executor = LocalExecutor(device, runner, LIMITS, 1)
+    scheduler = Scheduler(LIMITS)
+    request = toy_request("a", [3, 1, 4])
+    request.guide = Rule(1).guide()
+    scheduler.add(request)
+    plan = scheduler.schedule()
+    assert plan is not None
+    ticket = executor.complete(executor.launch(plan), Masks(scheduler).fill)
+    assert ticket.slot is not None
+    assert not ticket.slot.compute_over.query()
+    gate.set()
+    assert executor.collect(ticket).tolist() == toy_truth(request, Rule(1))[:1]
+    executor.close()
+
+
+def test_an_open_step_cannot_be_collected() -> None:
+    device = CpuDevice()
+    executor = LocalExecutor(device, toy_runner(device, LIMITS), LIMITS, 1)
+    scheduler = Scheduler(LIMITS)
+    request = toy_request("a", [3, 1, 4])
+    request.guide = Rule(1).guide()
+    scheduler.add(request)
+    plan = scheduler.schedule()
+    assert plan is not None
+    ticket = executor.launch(plan)
+    with pytest.raises(AssertionError, match="step 1 is not complete"):
+        executor.collect(ticket)
+    executor.close()  # with an open step: it ends, and nothing waits for it
+
+
+def test_a_plan_says_which_samples_get_a_mask() -> None:
+    """One that never changes comes once; one that follows from a sample in flight makes the plan wait."""
+    limits = make_limits()
+    scheduler = Scheduler(limits)
+    requests = [make_request(id, [1, 2], limits) for id in "abc"]
+    requests[1].guide, requests[2].guide = Rule(1).guide(), Rule(1, waits=False).guide()
+    for request in requests:
+        scheduler.add(request)
+    found = []
+    for _ in range(3):
+        plan = scheduler.schedule()
+        assert plan is not None
+        found.append((plan.mask_samples.tolist(), plan.waits))
+    assert found == [([1, 2], False), ([1], True), ([1], True)]
+    scheduler.commit(plan, int_array([1, 1, 1]))
+
+
+def test_masks_of_rows_that_were_left_are_not_filled() -> None:
+    limits = make_limits()
+    scheduler, spy = Scheduler(limits), Spy()
+    request = make_request("a", [1, 2], limits)
+    request.guide = spy
+    scheduler.add(request)
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.abort("a")
+    assert Masks(scheduler).fill(plan, np.zeros(4, np.int64), np.zeros((4, 2), np.int32)) == 0
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("failing", range(1, 12, 2))
+def test_a_failed_step_before_an_open_one(depth: int, failing: int) -> None:
+    for seed in (None, 0, 1):
+        device = CpuDevice(seed=seed)
+        runner = failing_runner(device, failing)
+        outcome = run_toy(LocalExecutor(device, runner, LIMITS, depth), guided(), depth=depth)
+        for id, tokens in outcome.tokens.items():
+            assert tokens == (TRUTH[id][: len(tokens)] if outcome.reasons[id] == "error" else TRUTH[id])
+        assert sum(reason == "error" for reason in outcome.reasons.values()) >= 1
+
+
+def failing_runner(device: Device, failing: int):  # type: ignore[no-untyped-def]
+    runner = toy_runner(device, LIMITS)
+
+    def broken(work: Callable[..., None]) -> Callable[..., None]:
+        def run(filled, *rest) -> None:  # type: ignore[no-untyped-def]
+            if filled.plan.step == failing:
+                raise RuntimeError("no")
+            work(filled, *rest)
+
+        return run
+
+    runner.step, runner.sample = broken(runner.step), broken(runner.sample)  # type: ignore[method-assign]
+    return runner
