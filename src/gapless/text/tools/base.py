@@ -5,11 +5,13 @@ Knows tools as values. Does not know the wire (`server.tools`) or how a grammar 
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from gapless.text.tools.call_parser import CallSyntax
 
@@ -44,22 +46,27 @@ class CallFrame:
     closes: Sequence[str] = ()  # the last call
 
 
-class ToolFormat(Protocol):
-    """One per file in this folder; `find` lists them."""
+class ToolFormat(ABC):
+    """One per file in this folder; `find` lists them. Arguments are JSON, unless a format says otherwise."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    syntax: CallSyntax
 
-    @property
-    def syntax(self) -> CallSyntax: ...
-
+    @abstractmethod
     def fits(self, template: str) -> bool:
         """Whether a chat template is of a model that writes this format."""
-        ...
 
+    @abstractmethod
     def frame(self, tool: str) -> CallFrame:
         """A call of the tool with this name."""
-        ...
+
+    def arguments_shape(self, schema: Any) -> dict[str, Any]:
+        """The arguments, as a format of structural tags."""
+        return {"type": "json_schema", "json_schema": schema}
+
+    def spelled(self, arguments: Any) -> str:
+        """The arguments as the model writes them."""
+        return json.dumps(arguments, ensure_ascii=False)
 
 
 def new_call_id() -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 
-from gapless.text.tools.base import CallFrame, new_call_id
+from gapless.text.tools.base import CallFrame, ToolFormat, new_call_id
 from gapless.text.tools.call_parser import CallSyntax
 from gapless.text.tools.json_call import JsonCall
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-class Hermes:
+class Hermes(ToolFormat):
     name = "hermes"
     syntax = CallSyntax((BEGIN,), (END,), "{", JsonCall, new_call_id)
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 
-from gapless.text.tools.base import CallFrame, new_call_id
+from gapless.text.tools.base import CallFrame, ToolFormat, new_call_id
 from gapless.text.tools.call_parser import CallSyntax
 from gapless.text.tools.json_call import JsonCall
 
 TAG = "<|python_tag|>"
 
 
-class Llama3:
+class Llama3(ToolFormat):
     name = "llama3"
     syntax = CallSyntax((TAG,), (), "{", JsonCall, new_call_id, is_bare=True)
 

@@ -9,7 +9,7 @@ import json
 import secrets
 import string
 
-from gapless.text.tools.base import CallFrame
+from gapless.text.tools.base import CallFrame, ToolFormat
 from gapless.text.tools.call_parser import CallReader, CallSyntax
 from gapless.text.tools.json_call import JsonArguments, JsonCall
 
@@ -59,7 +59,7 @@ class MistralCall:
         return self._inner.take_arguments() if self._inner is not None else ""
 
 
-class Mistral:
+class Mistral(ToolFormat):
     """The old form, or the new one if it `has_args`. Both read either; they differ in what the grammar demands."""
 
     syntax = CallSyntax((BEGIN,), (), "", MistralCall, new_mistral_id, marks=(ID, ARGUMENTS))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 
-from gapless.text.tools.base import CallFrame, new_call_id
+from gapless.text.tools.base import CallFrame, ToolFormat, new_call_id
 from gapless.text.tools.call_parser import CallSyntax
 from gapless.text.tools.json_call import JsonCall
 
 
-class Plain:
+class Plain(ToolFormat):
     name = "json"
     syntax = CallSyntax((), (), "{", JsonCall, new_call_id, is_bare=True)
 

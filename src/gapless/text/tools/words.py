@@ -39,7 +39,7 @@ def describe(tools: Sequence[Tool], format: ToolFormat) -> str:
 
 def _call(format: ToolFormat, name: str, arguments: Mapping[str, Any]) -> str:
     frame = format.frame(name)
-    pieces = (*frame.opens, *frame.before, json.dumps(arguments, ensure_ascii=False), *frame.after, *frame.closes)
+    pieces = (*frame.opens, *frame.before, format.spelled(arguments), *frame.after, *frame.closes)
     return "".join(pieces)
 
 
