@@ -44,6 +44,19 @@ def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     return _softmax(np.where(kept_tokens(scaled, params), scaled, -np.inf))
 
 
+def adjust(logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]) -> np.ndarray:
+    """Biases, then penalties for what was there before, token by token."""
+    found = logits.astype(np.float64).copy()
+    for token, bias in params.logit_bias:
+        found[token] += bias
+    for token in {*prompt, *generated}:
+        found[token] *= params.repetition_penalty if found[token] < 0 else 1 / params.repetition_penalty
+    for token in set(generated):
+        count = sum(other == token for other in generated)
+        found[token] -= params.presence_penalty + count * params.frequency_penalty
+    return found
+
+
 def sample(logits: np.ndarray, params: SamplingParams, seed: int, place: int, forbidden: Sequence[int] = ()) -> int:
     logits = logits.astype(np.float64).copy()
     logits[list(forbidden)] = -np.inf

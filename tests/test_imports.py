@@ -38,7 +38,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "text": ("errors", "child", "models.source", "models.files", "models.gguf_file"),
     "guides": ("core", "errors", "text", "models.source"),
     "runner": (
-        *("core.guide", "core.plan", "core.limits", "core.params", "core.request", "core.row_fields"),
+        *("core.baggage", "core.guide", "core.plan", "core.limits", "core.params", "core.request", "core.row_fields"),
         *("device", "attention", "models", "kernels", "native", "config", "errors", "garbage"),
     ),
     "pipeline": (

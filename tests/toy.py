@@ -112,6 +112,7 @@ def toy_truth(request: Request, rule: Rule | None = None) -> list[int]:
             logits = np.where(allowed, logits, -np.inf)
         early = len(tokens) + 1 - request.num_prompt <= request.params.min_tokens
         forbidden = request.stop_ids if early else ()
+        logits = oracles.adjust(logits, request.params, tokens[: request.num_prompt], tokens[request.num_prompt :])
         tokens.append(oracles.sample(logits, request.params, request.seed, len(tokens), forbidden))
         if tokens[-1] in request.stop_ids:
             break
@@ -143,16 +144,17 @@ def toy_request(id: str, prompt: Sequence[int], *, seed: int = 0, limits: Limits
 
 
 def toy_requests() -> list[Request]:
-    """A mixed workload: greedy and random, short and long, with stops, and prefixes in common."""
+    """A mixed workload: greedy and random, short and long, with stops, penalties that
+    make repetitions likely, and prefixes in common."""
     shared = list(range(1, 14))
     return [
         toy_request("a", [*shared, 20], max_tokens=9),
-        toy_request("b", [7, 8], max_tokens=12, temperature=0.9, seed=5),
+        toy_request("b", [7, 8], max_tokens=12, temperature=0.9, seed=5, logit_bias={7: 3, 8: -100, 9: 2.5}),
         toy_request("c", [*shared, 30], max_tokens=6, temperature=0.7, top_k=5, seed=-6),
         toy_request("d", [3, 1, 4, 1, 5], max_tokens=10, stop_token_ids=(9, 19, 29, 39, 49, 59), min_tokens=2),
-        toy_request("e", [*shared, 20, 21], max_tokens=7),
+        toy_request("e", [*shared, 20, 21], max_tokens=7, repetition_penalty=0.7),
         toy_request("f", [60] * 17, max_tokens=8, temperature=1.1, stop_token_ids=tuple(range(0, 48, 4)), seed=7),
-        toy_request("g", [11], max_tokens=16),
+        toy_request("g", [11], max_tokens=16, frequency_penalty=-1.5, presence_penalty=-1),
     ]
 
 

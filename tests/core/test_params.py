@@ -38,6 +38,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"top_p": float("nan")}, "top_p must be a number, got nan"),
     ({"min_p": -0.5}, "min_p must be at least 0.0 and at most 1.0, got -0.5"),
     ({"min_p": 1.5}, "min_p must be at least 0.0 and at most 1.0, got 1.5"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be at least 0.01 and at most 100.0, got 0"),
+    ({"repetition_penalty": "1.2"}, "repetition_penalty must be a number, got '1.2'"),
+    ({"presence_penalty": 2.1}, "presence_penalty must be at least -2.0 and at most 2.0, got 2.1"),
+    ({"frequency_penalty": -3}, "frequency_penalty must be at least -2.0 and at most 2.0, got -3"),
+    ({"logit_bias": 5}, "logit_bias must be a mapping from token ids to numbers, got 5"),
+    ({"logit_bias": [(1, 2, 3)]}, "logit_bias must be a mapping from token ids to numbers, got [(1, 2, 3)]"),
+    ({"logit_bias": {"five": 1}}, "a token id in logit_bias must be a whole number, got 'five'"),
+    ({"logit_bias": {-1: 1}}, "a token id in logit_bias must be between 0 and 2147483647, got -1"),
+    ({"logit_bias": {7: 101}}, "the logit_bias of token 7 must be at least -100.0 and at most 100.0, got 101"),
+    ({"logit_bias": {7: None}}, "the logit_bias of token 7 must be a number, got None"),
+    ({"logit_bias": {7: 1, "7": 2}}, "logit_bias names token 7 twice"),
+    ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias has at most 1024 tokens, got 1025"),
     ({"seed": 2**63}, f"seed must be between {-(2**63)} and {2**63 - 1}, got {2**63}"),
     ({"seed": "x"}, "seed must be a whole number, got 'x'"),
     ({"stop": 5}, "stop must be a list, got 5"),
@@ -118,6 +130,11 @@ def test_the_documented_parameters_and_defaults_are_these() -> None:
 def test_one_stop_string_and_lists_become_tuples() -> None:
     params = SamplingParams(stop="END", stop_token_ids=[3, 4])
     assert (params.stop, params.stop_token_ids) == (("END",), (3, 4))
+
+
+def test_biases_are_pairs_by_token_however_they_are_given() -> None:
+    for given in ({"10": 1, 2: -3}, [(10, 1), ["2", -3]], ((2, -3.0), (10, 1.0))):
+        assert SamplingParams(logit_bias=given).logit_bias == ((2, -3.0), (10, 1.0))
 
 
 def test_it_cannot_be_changed() -> None:

@@ -29,7 +29,9 @@ def test_a_step_takes_in_blocks_and_moves_real_rows_on() -> None:
     assert blocks[0].tolist() == [5, 6]
 
     out = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-    end(torch.tensor([21, 22, 23], device=DEVICE), inputs, last_token, length, out)
+    counts = torch.zeros(4, 30, dtype=torch.int16, device=DEVICE)
+    end(torch.tensor([21, 22, 23], device=DEVICE), inputs, last_token, length, counts, out)
+    assert counts.nonzero().tolist() == [[0, 21], [1, 22]]
     assert out.tolist() == [21, 22, 23, 0]
     assert last_token.tolist() == [21, 22, 13, 0]
     assert length.tolist() == [5, 7, 0, 0]
@@ -46,5 +48,5 @@ def test_logits_without_a_largest_have_no_sample_and_leave_a_token_that_can_be_f
     inputs = DecodeInputs(2, DEVICE)
     inputs.rows.copy_(torch.arange(2))
     out = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    end(tokens, inputs, last_token, length, out)
+    end(tokens, inputs, last_token, length, None, out)
     assert (out.tolist(), last_token.tolist()) == ([NO_SAMPLE, 0], [0, 0, 5, 0])

@@ -95,8 +95,10 @@ def begin(packed, last_token, length, blocks, block_size: int, inputs) -> None:
     inputs.slots[:] = blocks[rows, place] * block_size + offset
 
 
-def end(tokens, inputs, last_token, length, out) -> None:
+def end(tokens, inputs, last_token, length, counts, out) -> None:
     out[: len(tokens)] = tokens
+    if counts is not None:
+        count(counts, inputs.rows, tokens)
     last_token[inputs.rows], length[inputs.rows] = tokens, inputs.lengths
     last_token[-1] = length[-1] = 0
 
@@ -136,8 +138,25 @@ def begin_mixed(packed, last_token, length, blocks, seats, block_size: int, max_
     inputs.num_top[0] = max(plan.num_top, 0)
 
 
-def end_mixed(packed, tokens, inputs, last_token, length, out) -> None:
+def count(counts, rows, tokens) -> None:
+    """Counts the tokens of real rows."""
+    for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+        if row < len(counts) - 1 and token >= 0:
+            counts[row, token] += 1
+
+
+def take_in_baggage(packed, counts, biases) -> None:
+    """What the kernels of this name do."""
+    plan = read_mixed(packed)
+    counts[plan.count_rows] = 0
+    row, token, number = plan.counts.unbind(1)
+    counts[row, token] = number.to(counts.dtype)
+    biases[plan.biases[:, 0], plan.biases[:, 1]] = plan.biases[:, 2:].int()
+
+
+def end_mixed(packed, tokens, inputs, last_token, length, counts, out) -> None:
     out[: len(tokens)] = tokens
+    count(counts, inputs.sample_rows, tokens)
     last_token[inputs.sample_rows], length[inputs.sample_rows] = tokens, inputs.sample_places
     for row, _, _, end, sample in read_mixed(packed).chunks.T.tolist():
         if sample < 0:
@@ -162,6 +181,7 @@ KERNELS = {
     "end": end,
     "begin_mixed": begin_mixed,
     "end_mixed": end_mixed,
+    "take_in_baggage": take_in_baggage,
     "score_samples": score_samples,
 }
 
@@ -177,16 +197,23 @@ class MixedPlan:
     new_blocks: torch.Tensor
     seat_rows: torch.Tensor
     seats: torch.Tensor
+    count_rows: torch.Tensor
+    counts: torch.Tensor  # [n, 3]
+    biases: torch.Tensor  # [n, 4]
     places: torch.Tensor
 
 
+HEADER = 12  # of a packed plan
+
+
 def read_mixed(packed: torch.Tensor) -> MixedPlan:
-    decodes, chunks, tokens, blocks, seats, samples, num_top = packed[:7].tolist()
+    decodes, chunks, tokens, blocks, seats, samples, num_top, counted, counts, biases = packed[:10].tolist()
     places = samples if num_top >= 0 else 0
-    sizes = (decodes, 5 * chunks, tokens - decodes, 3 * blocks, seats, seats * SEAT_WORDS, places)
-    parts = [part.long() for part in packed[8 : 8 + sum(sizes)].split(list(sizes))]
+    owned = (3 * blocks, seats, seats * SEAT_WORDS, counted, 3 * counts, 4 * biases)
+    sizes = (decodes, 5 * chunks, tokens - decodes, *owned, places)
+    parts = [part.long() for part in packed[HEADER : HEADER + sum(sizes)].split(list(sizes))]
     views = parts[0], parts[1].view(5, -1), parts[2], parts[3].view(-1, 3), parts[4], parts[5].view(-1, SEAT_WORDS)
-    return MixedPlan(num_top, *views, parts[6])
+    return MixedPlan(num_top, *views, parts[6], parts[7].view(-1, 3), parts[8].view(-1, 4), parts[9])
 
 
 def why_no_stage(name: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from gapless.core.baggage import Owner, pack_baggage
 from gapless.core.limits import Limits
 from gapless.core.params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from gapless.core.plan import Chunk, Plan
@@ -12,6 +13,7 @@ from gapless.core.request import Request, int_array
 from gapless.core.row_fields import SEAT, SEAT_WORDS, write_seat
 
 LIMITS = Limits(num_rows=6, num_blocks=30, block_size=4, max_batch_tokens=40, max_model_len=64)
+VOCAB = 61
 FLOATS = {"width": 32, "allow_subnormal": False}
 
 
@@ -24,6 +26,9 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         top_k=draw(st.integers(0, 2**31 - 1)),
         top_p=draw(st.floats(0, 1, exclude_min=True, **FLOATS)),
         min_p=draw(st.floats(0, 1, **FLOATS)),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.5])),
+        logit_bias=draw(st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=5)),
     )
 
 
@@ -31,7 +36,8 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 def requests(draw: st.DrawFn) -> Request:
     seed = draw(st.integers(-(2**63), 2**63 - 1))
     stop_ids = tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=MAX_STOP_IDS)))
-    return Request("r", int_array([1] * draw(st.integers(1, 9))), draw(sampling_params()), seed, stop_ids, limit=64)
+    prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9))
+    return Request("r", int_array(prompt), draw(sampling_params()), seed, stop_ids, limit=64)
 
 
 @st.composite
@@ -43,8 +49,12 @@ def plans(draw: st.DrawFn) -> Plan:
     sampling = [chunk.row for chunk in chunks if chunk.samples]
     seat_rows = [chunk.row for chunk in chunks if draw(st.booleans())]
     seats = np.zeros(len(seat_rows), SEAT)
-    for index in range(len(seats)):
-        write_seat(seats, index, draw(requests()))
+    owners = []
+    for index, row in enumerate(seat_rows):
+        request = draw(requests())
+        needs = write_seat(seats, index, request)
+        tokens = np.array([*request.prompt, *draw(st.lists(st.integers(0, VOCAB - 1), max_size=9))], np.int32)
+        owners.append(Owner(row, needs, tokens, request.num_prompt, request.params.logit_bias))
     keys = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 15)), unique=True, max_size=20))
     blocks = [(row, index, draw(st.integers(0, LIMITS.num_blocks - 1))) for row, index in keys]
     return Plan(
@@ -57,6 +67,7 @@ def plans(draw: st.DrawFn) -> Plan:
         max_decode_length=0,
         seat_rows=int_array(seat_rows),
         seats=seats.view(np.int32).reshape(len(seat_rows), SEAT_WORDS),
+        baggage=pack_baggage(owners),
         block_copies=np.array(draw(_copies()), np.int32).reshape(-1, 2),
         score_samples=int_array(sorted(draw(_subset(num_decodes + len(sampling))))),
         num_top=draw(st.integers(0, MAX_LOGPROBS)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def some_logits(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def on_device(seats: torch.Tensor) -> RowState:
     state = row_state(seats, vocab=VOCAB)
-    return RowState(state.seats.to(DEVICE), state.masks.to(DEVICE))
+    return RowState(*(getattr(state, field.name).to(DEVICE) for field in fields(state)))
 
 
 def sampled_rows(places: torch.Tensor, seats: torch.Tensor) -> SampledRows:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import LIMITS, plans
+from plans import LIMITS, VOCAB, plans
 
 from fakes import FakeExecutor, drive, make_limits, make_request
 from gapless.core.plan import Plan
@@ -79,7 +79,8 @@ def test_spans_say_where_the_chunks_lie(plan: Plan) -> None:
 
 @given(plans())
 def test_the_rows_learn_their_new_owners(plan: Plan) -> None:
-    store = RowStore(CpuDevice(driver=InlineDriver()), LIMITS, vocab_size=40)
+    store = RowStore(CpuDevice(driver=InlineDriver()), LIMITS, vocab_size=VOCAB)
+    store.counts[:] = 7  # of earlier owners
     packed, _, _ = pack(plan)
     store.apply(packed)
     columns = seat_columns(store.seats)
@@ -88,17 +89,23 @@ def test_the_rows_learn_their_new_owners(plan: Plan) -> None:
             assert columns[name][row].tolist() == record[name].tolist(), name
     for row, index, block in plan.new_blocks.tolist():
         assert int(store.blocks[row, index]) == block
+    for row, token, count in plan.baggage.counts.tolist():
+        assert int(store.counts[row, token]) == count
+    for row in plan.baggage.count_rows.tolist():
+        assert int((store.counts[row] != 0).sum()) == int((plan.baggage.counts[:, 0] == row).sum())
+    for row, index, *bias in plan.baggage.biases.tolist():
+        assert store.biases[row, index].tolist() == bias
     silent = set(range(LIMITS.num_rows)) - set(plan.seat_rows.tolist())
     assert not store.seats[list(silent)].any()
 
 
 @given(plans(), st.integers(0, 1000))
 def test_the_rows_move_on_by_what_they_were_fed(plan: Plan, first: int) -> None:
-    store = RowStore(CpuDevice(driver=InlineDriver()), LIMITS, vocab_size=40)
+    store = RowStore(CpuDevice(driver=InlineDriver()), LIMITS, vocab_size=VOCAB)
     store.length[:] = 100
     store.last_token[:] = JUNK
     packed, _, _ = pack(plan)
-    store.advance(packed, torch.arange(first, first + plan.num_samples))
+    store.advance(packed, torch.arange(first, first + plan.num_samples), needs=0)
     lengths = dict.fromkeys(range(LIMITS.num_rows), 100)
     lengths |= dict.fromkeys(plan.decode_rows.tolist(), 101)
     lengths |= {chunk.row: chunk.length for chunk in plan.chunks}

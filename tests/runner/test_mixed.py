@@ -14,9 +14,12 @@ from plans import LIMITS, plans
 
 pytest.importorskip("triton")
 
+from gapless.core.baggage import MOST
 from gapless.core.plan import NO_COPIES, NO_SAMPLE, NOTHING, Plan
+from gapless.core.row_fields import ALL_NEEDS
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.kernels import mixed
+from gapless.kernels.baggage import take_in_baggage
 from gapless.kernels.mixed import NO_SCORE, MixedInputs, begin_mixed, end_mixed
 from gapless.runner.fill import Sections, capacity, fill, target_parts, unpack
 from gapless.runner.mixed import in_slices, mixed_capacity, pack_mixed
@@ -24,7 +27,7 @@ from gapless.runner.runner import Runner
 from toy import toy_runner
 
 SHAPE = (LIMITS.num_rows, 70)  # rows, tokens: two tiles, the last one not whole
-STATE = ("last_token", "length", "blocks", "seats")
+STATE = ("last_token", "length", "blocks", "seats", "counts", "biases")
 
 
 def prepared(plan: Plan, *, targets: bool = False) -> tuple[Plan, Runner, torch.Tensor]:
@@ -36,6 +39,7 @@ def prepared(plan: Plan, *, targets: bool = False) -> tuple[Plan, Runner, torch.
     for row in range(LIMITS.num_rows):
         runner.rows.length[row] = int(torch.randint(0, LIMITS.max_model_len, (), generator=draw))
         runner.rows.last_token[row] = 100 + row
+        runner.rows.counts[row] = row  # of earlier owners
         runner.rows.blocks[row] = torch.randint(0, LIMITS.num_blocks, (LIMITS.max_blocks,), generator=draw)
     packed = np.full(mixed_capacity(LIMITS), -7, np.int32)
     pack_mixed(plan, packed, LIMITS.num_rows)
@@ -46,6 +50,7 @@ def begun(plan: Plan, runner: Runner, packed: torch.Tensor) -> MixedInputs:
     rows, inputs = runner.rows, MixedInputs(*SHAPE, torch.device("cpu"))
     kept = rows.last_token, rows.length, rows.blocks, rows.seats
     begin_mixed(packed, *kept, LIMITS.block_size, LIMITS.max_new_blocks, inputs)
+    take_in_baggage(packed, rows.counts, rows.biases)
     return inputs
 
 
@@ -117,12 +122,14 @@ def test_rows_move_on_as_in_the_plain_runner(plan: Plan) -> None:
     tokens = torch.arange(50, 50 + LIMITS.num_rows)
     tokens[::3] = NO_SAMPLE
     out = torch.zeros(LIMITS.num_rows, dtype=torch.int32)
-    end_mixed(packed, tokens, inputs, runner.rows.last_token, runner.rows.length, out)
+    runner.rows.counts[0] = MOST  # stays there
+    end_mixed(packed, tokens, inputs, runner.rows.last_token, runner.rows.length, runner.rows.counts, out)
 
     sections = np.zeros(capacity(LIMITS), np.int32)
     views = unpack(torch.from_numpy(sections[: fill(plan, sections)]), Sections.of(plan))
     plain.rows.apply(views)
-    plain.rows.advance(views, tokens[:samples])
+    plain.rows.counts[0] = MOST
+    plain.rows.advance(views, tokens[:samples], ALL_NEEDS)
     assert out[:samples].tolist() == tokens[:samples].tolist()
     for name in STATE:
         assert torch.equal(getattr(runner.rows, name), getattr(plain.rows, name)), name

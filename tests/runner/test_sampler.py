@@ -12,13 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import oracles
+from gapless.core.baggage import IN_PROMPT, MOST
 from gapless.core.guide import mask_words
+from gapless.core.limits import Limits
 from gapless.core.params import MAX_STOP_IDS, SamplingParams
 from gapless.core.plan import NO_SAMPLE
-from gapless.core.request import Request, int_array
+from gapless.core.request import Request, RowTable, int_array
 from gapless.core.row_fields import SEAT, need, write_seat
+from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.runner.processors import SampledRows, forbid_stops, lowest_kept
-from gapless.runner.row_store import RowState
+from gapless.runner.row_store import RowState, RowStore
 from gapless.runner.sampler import draw, sample, uniform
 
 VOCAB = 40
@@ -58,7 +61,11 @@ def make_seats(
 
 def row_state(seats: torch.Tensor, masks: torch.Tensor | None = None, vocab: int = VOCAB) -> RowState:
     """The state of rows with these seats, and without anything else unless given."""
-    return RowState(seats, torch.zeros(len(seats), mask_words(vocab), dtype=torch.int32) if masks is None else masks)
+    store = RowStore(CpuDevice(driver=InlineDriver()), Limits(len(seats), 1, 1, 1, 1), vocab)
+    store.seats[:-1] = seats
+    if masks is not None:
+        store.masks[:-1] = masks
+    return store.state
 
 
 def test_what_rounds_to_neutral_is_no_need() -> None:
@@ -256,6 +263,92 @@ def test_a_forbidden_token_is_never_drawn(seed: int, stops: set[int]) -> None:
     for row in range(16):
         asked = (logits[row], params[row], row, row, sorted(stops))
         assert found[row] == oracles.sample(*asked) or not oracles.is_clear(*asked)
+
+
+# -- penalties and biases ------------------------------------------------------------------------------------------
+
+ADJUSTED = {
+    "repetition": {"repetition_penalty": 1.8},
+    "more repetition": {"repetition_penalty": 0.6},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.7},
+    "bias": {"logit_bias": {0: 2.5, 7: -100, VOCAB - 1: 100}},
+    "all": {
+        "repetition_penalty": 1.3,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.9,
+        "logit_bias": {3: 1.0, 5: -1.0, 6: 0.5},
+    },
+    "none": {},
+}
+
+
+def rows_with(
+    params: Sequence[SamplingParams], prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], vocab: int
+) -> tuple[RowStore, int]:
+    """Rows whose owners know these tokens, as a plan brings them, and what any of them needs."""
+    table = RowTable(len(params), 64, block_size=1)
+    for row, (asked, prompt, output) in enumerate(zip(params, prompts, outputs, strict=True)):
+        request = Request("r", int_array(prompt), asked, row, (), limit=60)
+        request.tokens = int_array([*prompt, *output])
+        table._free = [row]
+        table.seat(request)
+    rows = list(range(len(params)))
+    baggage = table.baggage(rows)
+    store = RowStore(CpuDevice(driver=InlineDriver()), Limits(len(params), 1, 1, 1, 1), vocab)
+    store.counts[:] = -5  # of earlier owners
+    store.seats[:-1] = torch.from_numpy(table.seat_words(rows))
+    store.take_in(*(torch.from_numpy(part) for part in (baggage.count_rows, baggage.counts, baggage.biases)))
+    return store, int(np.bitwise_or.reduce(table.needs))
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 1.3]), st.integers(0, 12), st.data())
+def test_penalties_and_biases_are_those_of_the_oracle(seed: int, temperature: float, steps: int, data) -> None:
+    """Also after tokens that the device alone has counted."""
+    random = np.random.default_rng(seed)
+    kinds = data.draw(st.lists(st.sampled_from(sorted(ADJUSTED)), min_size=1, max_size=5))
+    params = [SamplingParams(temperature=temperature, **ADJUSTED[kind]) for kind in kinds]
+    prompts = [random.integers(0, VOCAB, random.integers(1, 9)).tolist() for _ in kinds]
+    outputs = [random.integers(0, VOCAB, random.integers(0, 9)).tolist() for _ in kinds]
+    store, needs = rows_with(params, prompts, outputs, VOCAB)
+    rows = torch.arange(len(kinds))
+    for _ in range(steps):
+        tokens = random.integers(0, 5, len(kinds))
+        store.keep(rows, torch.from_numpy(tokens), needs)
+        outputs = [[*output, token] for output, token in zip(outputs, tokens.tolist(), strict=True)]
+    logits = random_logits(seed, len(kinds))
+    places = torch.tensor([len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)])
+    found = sample(torch.from_numpy(logits), SampledRows(rows, places, store.state), needs).tolist()
+    for row, asked in enumerate(params):
+        wanted = oracles.adjust(logits[row], asked, prompts[row], outputs[row])
+        given_ = (wanted, asked, row, int(places[row]))
+        assert found[row] == oracles.sample(*given_) or not oracles.is_clear(*given_)
+
+
+def test_a_count_stays_at_its_largest_and_no_sample_is_not_counted() -> None:
+    store, needs = rows_with([SamplingParams(frequency_penalty=1.0)], [[3]], [[]], VOCAB)
+    rows = torch.zeros(1, dtype=torch.int64)
+    store.counts[0, 3] = MOST + IN_PROMPT - 1
+    for token in (3, 3, 3, NO_SAMPLE, 4):
+        store.keep(rows, torch.tensor([token]), needs)
+    assert store.counts[0].nonzero().flatten().tolist() == [3, 4]
+    assert store.counts[0, [3, 4]].tolist() == [MOST + IN_PROMPT, 1]
+
+
+@pytest.mark.parametrize("kind", ["more repetition", "presence", "frequency", "bias", "all"])
+def test_adjusted_tokens_come_as_often_as_they_are_likely(kind: str) -> None:
+    count, vocab = 20_000, 10
+    changes = dict(ADJUSTED[kind])
+    if "logit_bias" in changes:
+        changes["logit_bias"] = {0: 0.8, 3: -1.0, 7: 0.5}
+    params = SamplingParams(temperature=0.9, **changes)
+    one, prompt, output = random_logits(8, 1, vocab) / 2, [1, 2, 2], [2, 4, 4, 4, 9]
+    store, needs = rows_with([params], [prompt], [output], vocab)
+    store.seats.view(torch.int64)[0, 0] = 5  # the seed
+    sampled = SampledRows(torch.zeros(count, dtype=torch.int64), torch.arange(count), store.state)
+    tokens = sample(torch.from_numpy(np.repeat(one, count, 0)), sampled, needs).numpy()
+    shares = oracles.distribution(oracles.adjust(one[0], params, prompt, output), params)
+    assert chi_square(np.bincount(tokens, minlength=vocab), shares) < 28  # 9 degrees of freedom
 
 
 # -- masks ---------------------------------------------------------------------------------------------------------

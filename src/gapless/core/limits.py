@@ -12,7 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from gapless.core.params import MAX_STOP_IDS, SamplingParams
+from gapless.core.baggage import most_baggage
+from gapless.core.params import MAX_BIASES, MAX_STOP_IDS, SamplingParams
 from gapless.core.request import IntArray, Request
 from gapless.errors import InvalidRequest, PromptTooLong
 
@@ -42,6 +43,11 @@ class Limits:
     def max_new_blocks(self) -> int:
         """Table entries that one plan can hold: those above, a request's whole table, and a step's growth."""
         return 5 * self.max_blocks + 2 * self.num_rows + self.max_batch_tokens // self.block_size
+
+    @property
+    def max_baggage(self) -> int:
+        """Numbers that new owners may bring to one plan beside their seats: any one request's, and a step's tokens."""
+        return most_baggage(self.max_model_len, MAX_BIASES) + most_baggage(self.max_batch_tokens, 0)
 
 
 class HasRoom(Protocol):
@@ -99,6 +105,13 @@ def check_top(count: int | None, vocab_size: int, param: str) -> None:
     """Raise InvalidRequest for more of the likeliest tokens than there are."""
     if (count or 0) > vocab_size:
         raise InvalidRequest(f"the {count} likeliest tokens of a vocabulary of {vocab_size} cannot be given", param)
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raise InvalidRequest for parameters that this vocabulary cannot follow."""
+    check_top(params.logprobs, vocab_size, "logprobs")
+    check_top(params.prompt_logprobs, vocab_size, "prompt_logprobs")
+    check_tokens([token for token, _ in params.logit_bias], vocab_size, "logit_bias")
 
 
 def all_stop_ids(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:

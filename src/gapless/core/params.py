@@ -16,6 +16,7 @@ MAX_STOP_IDS = 16  # stop token ids of one request, the model's end-of-sequence 
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 1024  # candidates of one prompt
 MAX_LOGPROBS = 20  # most alternatives returned with each token
+MAX_BIASES = 1024  # tokens with a bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,10 @@ class SamplingParams:
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     top_p: float = 1.0  # keep the likeliest tokens that together reach this probability; 0 is greedy
     min_p: float = 0.0  # keep tokens at least this likely, relative to the likeliest
+    repetition_penalty: float = 1.0  # divide the logits of tokens seen before, in prompt or output; negative ones grow
+    presence_penalty: float = 0.0  # subtract from the logits of tokens generated before
+    frequency_penalty: float = 0.0  # subtract for each time that a token was generated before
+    logit_bias: tuple[tuple[int, float], ...] = ()  # add to the logits of these tokens; given as a mapping or as pairs
     seed: int | None = None  # same seed, same tokens; None derives one from the engine's seed
     stop: tuple[str, ...] = ()  # end at any of these strings
     stop_token_ids: tuple[int, ...] = ()  # end at any of these tokens
@@ -51,6 +56,10 @@ class SamplingParams:
         if self.top_p == 0:  # keeps the likeliest token alone
             object.__setattr__(self, "temperature", 0.0)
         _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_stops(self.stop, self.stop_token_ids)
@@ -61,6 +70,10 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         _check_choices(self.n, self.best_of)
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -95,11 +108,31 @@ def _integer(
         raise InvalidRequest(f"{name} must be between {low} and {limit}, got {value}", param or name)
 
 
-def _number(name: str, value: Any, low: float, high: float) -> None:
+def _number(name: str, value: Any, low: float, high: float, *, param: str | None = None) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value:
-        raise InvalidRequest(f"{name} must be a number, got {value!r}", name)
+        raise InvalidRequest(f"{name} must be a number, got {value!r}", param or name)
     if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be at least {low} and at most {high}, got {value}", name)
+        raise InvalidRequest(f"{name} must be at least {low} and at most {high}, got {value}", param or name)
+
+
+def _as_biases(given: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs of a token and its bias, by token. An id may be a number or its digits, as in JSON."""
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    if not isinstance(pairs, (list, tuple)) or any(
+        not isinstance(pair, (list, tuple)) or len(pair) != 2 for pair in pairs
+    ):
+        raise InvalidRequest(f"logit_bias must be a mapping from token ids to numbers, got {given!r}", "logit_bias")
+    if len(pairs) > MAX_BIASES:
+        raise InvalidRequest(f"logit_bias has at most {MAX_BIASES} tokens, got {len(pairs)}", "logit_bias")
+    found: dict[int, float] = {}
+    for key, value in pairs:
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key
+        _integer("a token id in logit_bias", token, 0, 2**31 - 1, param="logit_bias")
+        _number(f"the logit_bias of token {token}", value, -100.0, 100.0, param="logit_bias")
+        if token in found:
+            raise InvalidRequest(f"logit_bias names token {token} twice", "logit_bias")
+        found[token] = float(value)
+    return tuple(sorted(found.items()))
 
 
 def _check_stops(stop: tuple[Any, ...], stop_token_ids: tuple[Any, ...]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gapless.core.baggage import NO_BAGGAGE, Baggage
 from gapless.core.request import IntArray, LongArray, int_array
 from gapless.core.row_fields import SEAT_WORDS
 
@@ -55,6 +56,7 @@ class Plan:
     needs: int = 0  # fields (row_fields.need) that are not neutral in some sampled row
     seat_rows: IntArray = field(default_factory=lambda: NOTHING)  # [num_seats] rows with a new owner
     seats: IntArray = field(default_factory=lambda: NO_SEATS)  # [num_seats, SEAT_WORDS] what to know of them
+    baggage: Baggage = NO_BAGGAGE  # of new owners
     decode_widths: IntArray = field(default_factory=lambda: NOTHING)  # [num_decodes]; empty where all are 1
     block_copies: IntArray = field(default_factory=lambda: NO_COPIES)  # [n, 2] from, to: before the step writes
     mask_samples: IntArray = field(default_factory=lambda: NOTHING)  # which of the samples get a new mask first

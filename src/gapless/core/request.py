@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gapless.core.baggage import Baggage, Owner, most_baggage, pack_baggage
 from gapless.core.guide import Guide
 from gapless.core.params import SamplingParams
 from gapless.core.row_fields import SEAT, need, write_seat
@@ -62,6 +63,12 @@ class Request:
     @property
     def wants_scores(self) -> bool:
         return self.params.logprobs is not None or self.params.prompt_logprobs is not None
+
+    @property
+    def most_baggage(self) -> int:
+        """Numbers that it brings to a row at most, beside its seat."""
+        params = self.params
+        return most_baggage(len(self.tokens) if params.has_penalties else 0, len(params.logit_bias))
 
     @property
     def num_prompt_scores(self) -> int:
@@ -153,6 +160,17 @@ class RowTable:
     def seat_words(self, rows: list[int]) -> IntArray:
         """The seats of these rows [len(rows), SEAT_WORDS], as a plan carries them."""
         return self.seats[rows].view(np.int32).reshape(len(rows), -1)
+
+    def baggage(self, rows: list[int]) -> Baggage:
+        """What the owners of these rows bring beside their seats."""
+        needs = self.needs[rows].tolist()
+        return pack_baggage([self._owner(row, need_) for row, need_ in zip(rows, needs, strict=True) if need_])
+
+    def _owner(self, row: int, needs: int) -> Owner:
+        request = self.request[row]
+        assert request is not None
+        known = self.tokens[row, : self.num_tokens[row]]
+        return Owner(row, needs, known, request.num_prompt, request.params.logit_bias)
 
     def needs_of(self, rows: LongArray) -> int:
         """Fields that any of these rows needs. A minimum length that is sure to be reached is no need any more."""

@@ -59,6 +59,10 @@ FIELDS = (
     RowField("top_p", np.float32, _if_drawn("top_p", 1.0), neutral=1.0),
     RowField("min_p", np.float32, _if_drawn("min_p", 0.0), neutral=0.0),
     RowField("min_total", np.int32, _min_total, neutral=0),
+    RowField("repetition_penalty", np.float32, lambda request: request.params.repetition_penalty, neutral=1.0),
+    RowField("presence_penalty", np.float32, lambda request: request.params.presence_penalty, neutral=0.0),
+    RowField("frequency_penalty", np.float32, lambda request: request.params.frequency_penalty, neutral=0.0),
+    RowField("num_biases", np.int32, lambda request: len(request.params.logit_bias), neutral=0),
     RowField("masked", np.int32, lambda request: request.guide is not None, neutral=0),  # the row's mask counts
     RowField("stop_ids", np.int32, _stop_ids, width=MAX_STOP_IDS),  # NO_TOKEN where there are fewer
 )
@@ -72,6 +76,10 @@ ALL_NEEDS = sum(_BITS.values())
 def need(*names: str) -> int:
     """The bits of these fields."""
     return sum(_BITS[name] for name in names)
+
+
+COUNTED = need("repetition_penalty", "presence_penalty", "frequency_penalty")  # rows whose tokens are counted
+BIASED = need("num_biases")
 
 
 def write_seat(seats: npt.NDArray[Any], row: int, request: Request) -> int:

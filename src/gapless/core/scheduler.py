@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from gapless.core.baggage import NO_BAGGAGE
 from gapless.core.block_pool import BlockPool
 from gapless.core.block_tables import BlockTables
 from gapless.core.facts import Facts
@@ -197,6 +198,7 @@ class Scheduler:
     def _admit(self, budget: int, chunks: list[Chunk]) -> list[int]:
         """Give rows to waiting requests, and return the rows."""
         seats: list[int] = []
+        baggage = 0
         self.sharing.begin_plan(chunk.row for chunk in chunks)
         while budget > 0 and self.rows.num_free and (request := self._first_waiting()) is not None:
             blocks, entry = self.sharing.match(request)
@@ -204,10 +206,13 @@ class Scheduler:
                 break
             if seats and self.tables.num_new + len(blocks) > self.limits.max_found_blocks:
                 break
+            if seats and baggage + request.most_baggage > self.limits.max_baggage:
+                break
             needed = -(-len(request.tokens) // self.limits.block_size) - len(blocks)
             if needed > self.pool.num_available - self.pool.num_idle(blocks):
                 break
             self._announce(request)
+            baggage += request.most_baggage
             del self._waiting[request.id]
             row = self._seat(request, blocks, entry)
             budget -= self._plan_chunk(row, budget, chunks)
@@ -261,6 +266,7 @@ class Scheduler:
             decode_widths=widths,
             seat_rows=np.array(seats, np.int32) if seats else NOTHING,
             seats=rows.seat_words(seats) if seats else NO_SEATS,
+            baggage=rows.baggage(seats) if seats else NO_BAGGAGE,
             score_samples=score_samples,
             num_top=num_top,
             mask_samples=mask_samples,

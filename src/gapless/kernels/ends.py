@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from gapless.kernels.launch import launch_dependents_and_wait, pdl
+from gapless.kernels.mixed import count_token
 
 
 @triton.jit
@@ -36,7 +37,10 @@ def _begin(
 
 
 @triton.jit
-def _end(tokens, rows, lengths, last_token, length, out, num_rows, PDL: tl.constexpr):
+def _end(
+    tokens, rows, lengths, last_token, length, counts, out, num_rows,
+    COUNTS: tl.constexpr, VOCAB: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One row: keep the sampled token and move on."""
     launch_dependents_and_wait(PDL)
     i = tl.program_id(0)
@@ -46,6 +50,8 @@ def _end(tokens, rows, lengths, last_token, length, out, num_rows, PDL: tl.const
     real = row < num_rows
     tl.store(last_token + row, tl.where(real & (token >= 0), token, 0))  # NO_SAMPLE is below 0, and no token
     tl.store(length + row, tl.where(real, tl.load(lengths + i), 0))
+    if COUNTS:
+        count_token(counts, row, token, real & (token >= 0), VOCAB)
 
 
 class DecodeInputs:
@@ -75,9 +81,16 @@ def begin(
 
 
 def end(
-    tokens: torch.Tensor, inputs: DecodeInputs, last_token: torch.Tensor, length: torch.Tensor, out: torch.Tensor
+    tokens: torch.Tensor,
+    inputs: DecodeInputs,
+    last_token: torch.Tensor,
+    length: torch.Tensor,
+    counts: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> None:
-    """Write `tokens` [batch] int64 to the rows and to `out` int32."""
+    """Write `tokens` [batch] int64 to the rows and to `out` int32. counts: None where no row has penalties."""
+    counting = {"COUNTS": counts is not None, "VOCAB": 0 if counts is None else counts.shape[1]}
     _end[(inputs.batch,)](
-        tokens, inputs.rows, inputs.lengths, last_token, length, out, len(last_token) - 1, num_warps=1, **pdl()
-    )
+        tokens, inputs.rows, inputs.lengths, last_token, length, tokens if counts is None else counts, out,
+        len(last_token) - 1, num_warps=1, **counting, **pdl(),
+    )  # fmt: skip

@@ -5,7 +5,8 @@ only how many there are at most. What is left over belongs to a row of padding (
 block of its own and never advances. Runs under Triton's interpreter too.
 
     header | decode_rows | chunk_rows | chunk_offsets | chunk_starts | chunk_ends | chunk_samples | chunk_tokens
-    | new_blocks (row, index, block) | seat_rows | seats | score_places
+    | new_blocks (row, index, block) | seat_rows | seats
+    | count_rows | counts (row, token, count) | biases (row, index, token, bits) | score_places
 """
 
 from __future__ import annotations
@@ -16,13 +17,33 @@ import triton.language as tl
 
 from gapless.core.row_fields import SEAT_WORDS
 
-HEADER = 8  # numbers, of which the first seven are: decode rows, chunks, tokens, new blocks, seats, samples, num_top
+# numbers, of which the first ten are: decode rows, chunks, tokens, new blocks, seats, samples, num_top, and rows whose
+# counts begin anew, counts, biases
+HEADER = 12
 CHUNK_WORDS = 5  # row, offset, start, end, and which sample it gives, or -1
 NO_SCORE = -1
 TILE = 64
 CHUNKS_AT_A_TIME = 512  # that a tile of tokens is compared with: all of very many would be too large for Triton
 
 _HEADER, _CHUNK_WORDS, _NO_SCORE = tl.constexpr(HEADER), tl.constexpr(CHUNK_WORDS), tl.constexpr(NO_SCORE)
+
+
+@triton.jit
+def find_baggage(packed, SEAT_WORDS: tl.constexpr):
+    """Where the baggage of new owners begins, and how many rows, counts and biases it has."""
+    num_chunks = tl.load(packed + 1)
+    num_tokens = tl.load(packed + 2)
+    at = packed + _HEADER + _CHUNK_WORDS * num_chunks + num_tokens + 3 * tl.load(packed + 3)
+    at += tl.load(packed + 4) * (SEAT_WORDS + 1)
+    return at, tl.load(packed + 7), tl.load(packed + 8), tl.load(packed + 9)
+
+
+@triton.jit
+def count_token(counts, row, token, here, VOCAB: tl.constexpr):
+    """One more of a token in the counts of its row; the sign bit says something else (core/baggage)."""
+    count = tl.load(counts + row * VOCAB + token, mask=here, other=0)
+    more = (count.to(tl.int32) & 32767) < 32767
+    tl.store(counts + row * VOCAB + token, count + more.to(tl.int16), mask=here)
 
 
 @triton.jit
@@ -114,9 +135,8 @@ def _begin(
     tl.store(sample_rows + sample, c_row.to(tl.int64), mask=samples)
     tl.store(sample_places + sample, c_end.to(tl.int64), mask=samples)
 
-    num_seats = tl.load(packed + 4)
-    at = packed + _HEADER + _CHUNK_WORDS * num_chunks + num_tokens + 3 * tl.load(packed + 3)
-    at += num_seats * (SEAT_WORDS + 1)
+    at, num_counted, num_counts, num_biases = find_baggage(packed, SEAT_WORDS)
+    at += num_counted + 3 * num_counts + 4 * num_biases
     tops = tl.load(packed + 6)  # below 0: no scores
     num_places = tl.where(tops >= 0, num_samples, 0)
     place = tl.load(at + i, mask=in_rows & (i < num_places), other=_NO_SCORE)
@@ -126,8 +146,9 @@ def _begin(
 
 @triton.jit(do_not_specialize=["padding_row", "max_rows"])
 def _end(
-    packed, tokens, sample_rows, sample_places, last_token, length, out, padding_row, max_rows, TILE: tl.constexpr
-):
+    packed, tokens, sample_rows, sample_places, last_token, length, counts, out, padding_row, max_rows,
+    VOCAB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Some rows: keep the sampled token and move on, as do rows whose chunk gives no sample."""
     num_chunks = tl.load(packed + 1)
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -139,6 +160,7 @@ def _end(
     real = row < padding_row
     tl.store(last_token + row, tl.where(real & (token >= 0), token, 0), mask=here)  # NO_SAMPLE is below 0, and no token
     tl.store(length + row, tl.where(real, place, 0), mask=here)
+    count_token(counts, row, token, here & real & (token >= 0), VOCAB)
     chunk_at = packed + _HEADER + tl.load(packed) + i
     silent = (i < num_chunks) & (tl.load(chunk_at + 4 * num_chunks, mask=i < num_chunks, other=0) < 0)
     end = tl.load(chunk_at + 3 * num_chunks, mask=silent, other=0).to(tl.int64)
@@ -194,10 +216,11 @@ def end_mixed(
     inputs: MixedInputs,
     last_token: torch.Tensor,
     length: torch.Tensor,
+    counts: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Write `tokens` [num_rows] int64 to the rows and to `out` int32, and move all rows of the step on."""
+    """Write `tokens` [num_rows] int64 to the rows and to `out` int32, count them, and move all rows of the step on."""
     _end[(triton.cdiv(inputs.num_rows, TILE),)](
-        packed, tokens, inputs.sample_rows, inputs.sample_places, last_token, length, out,
-        len(last_token) - 1, inputs.num_rows, TILE=TILE, num_warps=2,
+        packed, tokens, inputs.sample_rows, inputs.sample_places, last_token, length, counts, out,
+        len(last_token) - 1, inputs.num_rows, VOCAB=counts.shape[1], TILE=TILE, num_warps=2,
     )  # fmt: skip

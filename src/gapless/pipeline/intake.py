@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gapless.core.limits import all_stop_ids, check_fits, check_tokens, check_top, most_new_tokens
+from gapless.core.limits import all_stop_ids, check_fits, check_tokens, check_vocabulary, most_new_tokens
 from gapless.core.params import SamplingParams
 from gapless.core.request import IntArray, Request, int_array
 from gapless.runner.resolve import Resolved
@@ -23,8 +23,7 @@ def make_request(
     """Raises InvalidRequest. With `generated` the request goes on after these tokens, which are not its prompt."""
     model, limits = resolved.model, resolved.limits
     check_tokens(prompt, model.vocab_size, "prompt")
-    check_top(params.logprobs, model.vocab_size, "logprobs")
-    check_top(params.prompt_logprobs, model.vocab_size, "prompt_logprobs")
+    check_vocabulary(params, model.vocab_size)
     request = Request(
         id=request_id,
         prompt=int_array(prompt),

@@ -8,18 +8,17 @@ tie. Knows no schedule and no pipeline.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from gapless.attention.base import Rotation
-from gapless.core.guide import mask_words
-from gapless.core.request import Request, int_array
-from gapless.core.row_fields import SEAT, write_seat
+from gapless.core.limits import Limits
+from gapless.core.request import Request, RowTable, int_array
+from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.proof.schedule import Ask
 from gapless.proof.stage import ModelStage
 from gapless.runner.processors import SampledRows
-from gapless.runner.row_store import RowState
+from gapless.runner.row_store import RowState, RowStore
 from gapless.runner.sampler import sample
 
 SHAKE = 2e-5  # of the logits' spread: some times what the order of sums changes
@@ -35,19 +34,30 @@ def is_tie(stage: ModelStage, ask: Ask, known: tuple[int, ...], other: int) -> b
     shaken = logits + noise * (logits.std() * SHAKE)
     rows = torch.zeros(NUM_TRIALS, dtype=torch.int64)
     places = torch.full((NUM_TRIALS,), len(history))
-    seats = np.zeros(1, SEAT)
     guide = None if ask.rule is None else ask.rule.guide()
     limit = len(history) + 1
     request = Request(ask.id, int_array(ask.prompt), ask.params, ask.seed, ask.stop_ids, limit, guide=guide)
-    needs = write_seat(seats, 0, request)
-    mask = np.zeros((1, mask_words(len(logits))), np.int32)
+    request.tokens = int_array(history)
+    table = RowTable(1, limit, block_size=1)
+    table.seat(request)
+    needs = int(table.needs[0])
+    state = _row_state(table, len(logits))
     if guide is not None:
         guide.advance(int_array(known))
-        guide.fill(mask[0])
-    state = RowState(torch.from_numpy(seats.view(np.int32).reshape(1, -1)), torch.from_numpy(mask))
+        guide.fill(state.masks[0].numpy())
     sampled = SampledRows(rows, places, state)
     tokens = sample(shaken, sampled, needs)
     return bool((tokens == other).any())
+
+
+def _row_state(table: RowTable, vocab_size: int) -> RowState:
+    """The state of the one row of a table, as a device has it."""
+    limits = Limits(num_rows=1, num_blocks=1, block_size=1, max_batch_tokens=1, max_model_len=1)
+    store = RowStore(CpuDevice(driver=InlineDriver()), limits, vocab_size)
+    baggage = table.baggage([0])
+    store.seats[0] = torch.from_numpy(table.seat_words([0])[0])
+    store.take_in(*(torch.from_numpy(part) for part in (baggage.count_rows, baggage.counts, baggage.biases)))
+    return store.state
 
 
 def next_logits(stage: ModelStage, history: tuple[int, ...]) -> torch.Tensor:

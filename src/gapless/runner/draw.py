@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from gapless.core.plan import score_width
-from gapless.core.row_fields import ALL_NEEDS, need
+from gapless.core.row_fields import ALL_NEEDS, BIASED, COUNTED, need
 from gapless.kernels.argmax import argmax
 from gapless.kernels.draw import draw
 from gapless.kernels.scores import score_rows
@@ -17,7 +17,9 @@ from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import seat_columns
 
 READ = need("temperature", "top_k", "top_p", "min_p", "min_total")  # by the kernels
-assert READ | need("masked") == ALL_NEEDS, "no kernel reads one of the row fields: a GPU would ignore it without a word"
+assert READ | need("masked") | COUNTED | BIASED == ALL_NEEDS, (
+    "no kernel reads one of the row fields: a GPU would ignore it without a word"
+)
 
 
 def pick(logits: torch.Tensor, sampled: SampledRows, needs: int, *, sizes: ShortlistSizes = SIZES) -> torch.Tensor:

@@ -6,6 +6,7 @@ that only steer the launch (sizes, spans) stay in the plan on the host.
     decode_rows | chunk_tokens | chunk_positions | chunk_token_rows | chunk_rows | chunk_offsets | chunk_starts
     | chunk_ends | sample_tokens | sample_rows | score_samples | score_tokens | score_targets
     | new_blocks (row, index, block) | seat_rows | seats (SEAT_WORDS numbers each) | block_copies (from, to)
+    | count_rows | counts (row, token, count) | biases (row, index, token, bits of a float32)
 
 The results are one array too: the sampled tokens, then the scores (`plan.score_width` numbers each).
 """
@@ -18,6 +19,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from gapless.core.baggage import BIAS_WORDS, COUNT_WORDS, NO_BAGGAGE, Baggage
 from gapless.core.limits import Limits
 from gapless.core.params import MAX_LOGPROBS
 from gapless.core.plan import NOTHING, Plan, score_width
@@ -39,6 +41,9 @@ class Sections:
     num_new_blocks: int
     num_seats: int
     num_block_copies: int = 0
+    num_counted: int = 0
+    num_counts: int = 0
+    num_biases: int = 0
 
     @classmethod
     def of(cls, plan: Plan) -> Sections:
@@ -53,6 +58,9 @@ class Sections:
             len(plan.new_blocks),
             len(plan.seat_rows),
             len(plan.block_copies),
+            len(plan.baggage.count_rows),
+            len(plan.baggage.counts),
+            len(plan.baggage.biases),
         )
 
     @property
@@ -76,6 +84,9 @@ class Sections:
             self.num_seats,
             self.num_seats * SEAT_WORDS,
             2 * self.num_block_copies,
+            self.num_counted,
+            COUNT_WORDS * self.num_counts,
+            BIAS_WORDS * self.num_biases,
         )
 
     @property
@@ -113,12 +124,16 @@ class Packed:
     seat_rows: torch.Tensor  # [num_seats]
     seats: torch.Tensor  # [num_seats, SEAT_WORDS]
     block_copies: torch.Tensor  # [num_block_copies, 2] from, to
+    count_rows: torch.Tensor  # [num_counted] rows whose counts begin anew
+    counts: torch.Tensor  # [num_counts, 3] row, token, count
+    biases: torch.Tensor  # [num_biases, 4] row, index, token, bits of a float32
 
 
 def capacity(limits: Limits) -> int:
     """Numbers that any plan within the limits packs into."""
     rows, tokens = limits.num_rows, limits.max_batch_tokens
-    return Sections(rows, tokens, rows, rows, rows, tokens, limits.max_new_blocks, rows, limits.num_rows).total
+    plan = Sections(rows, tokens, rows, rows, rows, tokens, limits.max_new_blocks, rows, limits.num_rows)
+    return plan.total + limits.max_baggage
 
 
 def result_capacity(limits: Limits) -> int:
@@ -136,6 +151,8 @@ def fill(plan: Plan, out: IntArray) -> int:
     if plan.num_scores:
         parts += [plan.score_samples, *target_parts(plan)]
     parts += [plan.new_blocks.reshape(-1), plan.seat_rows, plan.seats.reshape(-1), plan.block_copies.reshape(-1)]
+    if plan.baggage is not NO_BAGGAGE:
+        parts += baggage_parts(plan.baggage)
     end = 0
     for part in parts:
         start, end = end, end + len(part)
@@ -145,8 +162,17 @@ def fill(plan: Plan, out: IntArray) -> int:
 
 def unpack(packed: torch.Tensor, sections: Sections) -> Packed:
     """Views of the sections of a packed plan."""
-    *head, new_blocks, seat_rows, seats, copies = torch.split(packed[: sections.total], list(sections.sizes))
-    return Packed(*(*head, new_blocks.view(-1, 3), seat_rows, seats.view(-1, SEAT_WORDS), copies.view(-1, 2)))
+    *head, new_blocks, seat_rows, seats, copies, count_rows, counts, biases = torch.split(
+        packed[: sections.total], list(sections.sizes)
+    )
+    owners = (new_blocks.view(-1, 3), seat_rows, seats.view(-1, SEAT_WORDS), copies.view(-1, 2))
+    baggage = (count_rows, counts.view(-1, COUNT_WORDS), biases.view(-1, BIAS_WORDS))
+    return Packed(*(*head, *owners, *baggage))
+
+
+def baggage_parts(baggage: Baggage) -> list[IntArray]:
+    """In the order in which they are packed."""
+    return [baggage.count_rows, baggage.counts.reshape(-1), baggage.biases.reshape(-1)]
 
 
 def _chunk_parts(plan: Plan) -> list[IntArray]:

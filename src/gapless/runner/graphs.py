@@ -30,6 +30,7 @@ from gapless.core.row_fields import ALL_NEEDS
 from gapless.device.base import COMPUTE, STREAMS, Buffer, Device
 from gapless.garbage import collections_paused
 from gapless.kernels.ahead import compiled_ahead
+from gapless.kernels.baggage import take_in_baggage
 from gapless.kernels.compilers import Compilers
 from gapless.kernels.ends import DecodeInputs, begin, end
 from gapless.kernels.mixed import NO_SCORE, MixedInputs, begin_mixed, end_mixed
@@ -309,7 +310,8 @@ class GraphRunner:
         rows, size = self._runner.rows, inputs.batch
         sampled = SampledRows(inputs.rows, inputs.lengths, rows.state)
         found = step.sample(predicted, sampled, 0 if is_plain else ALL_NEEDS)
-        end(found.tokens, inputs, rows.last_token, rows.length, self._out)
+        counts = None if is_plain else rows.counts
+        end(found.tokens, inputs, rows.last_token, rows.length, counts, self._out)
         if not is_plain:
             self._score(found, self._packed[2 * size : 3 * size], self._packed[3 * size : 3 * size + 1])
 
@@ -334,6 +336,7 @@ class GraphRunner:
         rows, limits = self._runner.rows, self._limits
         kept = rows.last_token, rows.length
         begin_mixed(self._packed, *kept, rows.blocks, rows.seats, limits.block_size, limits.max_new_blocks, inputs)
+        take_in_baggage(self._packed, rows.counts, rows.biases)
         found = step.predict(Inputs(inputs.ids, inputs.positions, self._mixed_batch(inputs), inputs.sample_tokens))
         if self._hidden is None:
             self._hidden = torch.empty_like(found.hidden)  # the largest shape is played first
@@ -344,7 +347,7 @@ class GraphRunner:
         rows = self._runner.rows
         sampled = SampledRows(inputs.sample_rows, inputs.sample_places, rows.state)
         found = step.sample(predicted, sampled, ALL_NEEDS)
-        end_mixed(self._packed, found.tokens, inputs, rows.last_token, rows.length, self._out)
+        end_mixed(self._packed, found.tokens, inputs, rows.last_token, rows.length, rows.counts, self._out)
         self._score(found, inputs.score_places, inputs.num_top)
 
     def _mixed_batch(self, inputs: MixedInputs) -> AttentionBatch:

@@ -12,14 +12,14 @@ from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.core.row_fields import SEAT_WORDS
 from gapless.kernels.mixed import CHUNK_WORDS, HEADER, NO_SCORE
-from gapless.runner.fill import target_parts
+from gapless.runner.fill import baggage_parts, target_parts
 
 
 def mixed_capacity(limits: Limits) -> int:
     """Numbers that any plan within the limits packs into."""
     rows, tokens = limits.num_rows, limits.max_batch_tokens
     plan = HEADER + rows * (CHUNK_WORDS + SEAT_WORDS + 2) + tokens + 3 * limits.max_new_blocks
-    return plan + 2 * in_slices(tokens, rows)
+    return plan + limits.max_baggage + 2 * in_slices(tokens, rows)
 
 
 def in_slices(num_targets: int, slice_size: int) -> int:
@@ -40,6 +40,7 @@ def pack_mixed(plan: Plan, out: IntArray, slice_size: int) -> int:
         plan.new_blocks.reshape(-1),
         plan.seat_rows,
         plan.seats.reshape(-1),
+        *baggage_parts(plan.baggage),
         *([score_places(plan, plan.num_samples)] if len(plan.score_samples) else []),
         *([_filled_up(part, slice_size) for part in target_parts(plan)] if plan.num_targets else []),
     ]
@@ -58,8 +59,10 @@ def _filled_up(part: IntArray, slice_size: int) -> IntArray:
 
 def _header(plan: Plan) -> IntArray:
     num_top = plan.num_top if len(plan.score_samples) else NO_SCORE
-    counts = (len(plan.new_blocks), len(plan.seat_rows), plan.num_samples, num_top, 0)
-    return np.array([plan.num_decodes, len(plan.chunks), plan.num_tokens, *counts], np.int32)
+    counts = (len(plan.new_blocks), len(plan.seat_rows), plan.num_samples, num_top)
+    baggage = plan.baggage
+    sizes = len(baggage.count_rows), len(baggage.counts), len(baggage.biases)
+    return np.array([plan.num_decodes, len(plan.chunks), plan.num_tokens, *counts, *sizes, 0, 0], np.int32)
 
 
 def _chunk_words(plan: Plan) -> IntArray:

@@ -193,7 +193,7 @@ class NativeRunner:
     def _sample(self, rows: Tensor, needs: int) -> Tensor:
         places = self.rows.length[rows]  # already past this step's tokens: the place of the next
         tokens = sample(self.logits[: len(rows)], SampledRows(rows, places, self.rows.state), needs)
-        self.rows.last_token[rows] = tokens.clamp(min=0)  # NO_SAMPLE must not reach the embedding
+        self.rows.keep(rows, tokens, needs)
         return tokens
 
     def _predict(self, picked: Tensor) -> Tensor:

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
+from gapless.core.baggage import MOST
 from gapless.core.guide import MASK_BITS
-from gapless.core.row_fields import need
+from gapless.core.row_fields import BIASED, COUNTED, need
 from gapless.runner.row_store import RowState, seat_columns
 
 FIRST_LOOK = 256  # likeliest tokens, in which most filters find their floor
 MASKED = need("masked")
 
 
-# [n] or [n, width] of each field of a seat; "place": of the token to come; "mask": of rows with a guide, if needed
+# [n] or [n, width] of each field of a seat; "place": of the token to come; "mask", "counts", "biases": if needed
 Fields = Mapping[str, torch.Tensor]
 
 
@@ -37,6 +38,10 @@ class SampledRows:
         found = seat_columns(self.state.seats[self.rows]) | {"place": self.places}
         if needs & MASKED:
             found["mask"] = self.state.masks[self.rows]
+        if needs & COUNTED:
+            found["counts"] = self.state.counts[self.rows]
+        if needs & BIASED:
+            found["biases"] = self.state.biases[self.rows]
         return found
 
 
@@ -65,6 +70,26 @@ def mask(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
     return logits.masked_fill((allowed == 0) & (fields["masked"] > 0)[:, None], -torch.inf)
 
 
+def add_biases(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
+    """Add each bias to the logit of its token."""
+    count = fields["num_biases"].long()
+    biases = fields["biases"][:, : int(count.max())]
+    is_used = torch.arange(biases.shape[1], device=logits.device) < count[:, None]
+    tokens = torch.where(is_used, biases[..., 0], 0).long()
+    values = torch.where(is_used, biases[..., 1].contiguous().view(torch.float32), 0.0)
+    return logits.scatter_add(1, tokens, values.to(logits.dtype))
+
+
+def penalize(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
+    """Make tokens that occurred before less likely; penalties below their neutral value make them likelier."""
+    generated = fields["counts"] & MOST
+    is_seen = fields["counts"] != 0
+    factor = torch.where(is_seen, fields["repetition_penalty"][:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = logits - fields["frequency_penalty"][:, None] * generated
+    return logits - fields["presence_penalty"][:, None] * (generated > 0)
+
+
 def scale(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
     """Divide the distance to the largest logit by the temperature: at most 0, so that no temperature overflows."""
     temperature = fields["temperature"]
@@ -81,6 +106,8 @@ def keep_likeliest(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
 PROCESSORS = (
     Processor(MASKED, mask),
     Processor(need("min_total"), forbid_stops),
+    Processor(BIASED, add_biases),
+    Processor(COUNTED, penalize),
     Processor(need("temperature"), scale),
     Processor(need("top_k", "top_p", "min_p"), keep_likeliest),
 )

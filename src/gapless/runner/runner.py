@@ -89,7 +89,7 @@ class Runner:
         assert half is not None, "nothing was computed to sample from"
         packed = half.packed
         found = self._step.sample(half.found, half.sampled, plan.needs)
-        self.rows.advance(packed, found.tokens)
+        self.rows.advance(packed, found.tokens, plan.needs)
         out[: plan.num_samples] = found.tokens
         if plan.num_scores:
             self._write_scores(plan, packed, found, out[plan.num_samples : plan.num_results])

@@ -30,13 +30,9 @@ HARMLESS = frozenset(
 )
 # Parameters that Gapless does not have, and the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "best_of": (1,),
     "use_beam_search": (False,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "suffix": ("",),
     "tools": ([],),

@@ -65,6 +65,12 @@ class Sampling(Body):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None, description="before this many, neither a stop token nor a stop string ends the text"
     )
+    repetition_penalty: float | None = Field(None, description="of tokens in prompt or output; 1 is none")
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description="of tokens in the output")
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        None, description="of each time that a token is in the output"
+    )
+    logit_bias: dict[str, float] | None = Field(None, description="token ids to what is added to their logits")
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = Field(

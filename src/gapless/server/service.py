@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gapless.core.choices import candidates, num_candidates
-from gapless.core.limits import all_stop_ids, check_room, check_tokens, check_top, most_tokens
+from gapless.core.limits import all_stop_ids, check_room, check_tokens, check_top, check_vocabulary, most_tokens
 from gapless.core.params import SamplingParams
 from gapless.server.errors import ApiError, refused
 from gapless.server.generation import Choice, Generation
@@ -39,6 +39,10 @@ SHARED = (  # parameters that have the same name in a body and in SamplingParams
     "top_k",
     "min_p",
     "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
     "seed",
     "stop_token_ids",
     "include_stop_str_in_output",
@@ -168,6 +172,7 @@ class Service:
             values["top_k"] = 0
         with refused():
             params = SamplingParams.from_dict({**values, "max_tokens": max_tokens, "stop": stops})
+            check_vocabulary(params, self.info.vocab_size)
             all_stop_ids(params, self.info.eos_token_ids, self.info.vocab_size)
         return params
 
