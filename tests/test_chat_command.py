@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gapless import LLM, SamplingParams
+from gapless import LLM, Completion, SamplingParams
 from gapless.cli import main
-from tiny import MAX_LEN
+from gapless.client import Delta
+from tiny import MAX_LEN, text_of, write_tiny
 
 FLAGS = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "64"]
 Captured = pytest.CaptureFixture[str]
@@ -53,6 +55,35 @@ def test_an_answer_may_fill_the_context_and_errors_are_counted(
     assert chat(monkeypatch, tiny_dir, "/undo\nx\n", "--load", str(path), "--max-tokens", "2") == 0
 
 
+def test_tools_and_reasoning_of_a_local_model(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    """The tiny model writes nonsense, so its stream is replaced; prompts and the reading of replies are real."""
+    prompts: list[str] = []
+    texts = ['<think>hm</think>Wait.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "It is 2."]
+
+    def stream(self: LLM, prompt: list[int], params: SamplingParams, *, shown_ids: object) -> Iterator[Delta]:
+        prompts.append(text_of(prompt))
+        text = texts.pop(0)
+        yield from (Delta(char, (1,)) for char in text)
+        yield Delta("", (), Completion(text, (1,) * len(text), "stop", tuple(prompt)))
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"name": "add", "description": "D"}]')
+    flags = ("--tools", str(tools), "--tool-format", "hermes", "--reasoning-format", "think", "--max-model-len", "2000")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_tiny(folder, max_position_embeddings=2000)
+    assert chat(monkeypatch, folder, "1+1?\n2\n/tools\n", *flags) == 0
+    captured = capsys.readouterr()
+    assert captured.out == 'Wait.\n-> add {"a": 1}\nIt is 2.\n'
+    assert captured.err.startswith("hm\n")
+    assert "add: D" in captured.err
+    assert '"name": "add", "description": "D"' in prompts[0]
+    assert prompts[1].endswith('{"name": "add", "arguments": {"a": 1}}</tool_call>|user: Result of add:2|assistant:')
+
+
 def test_a_model_that_cannot_chat_says_so(tiny_dir: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).symlink_to(tiny_dir / name)
@@ -70,6 +101,9 @@ def test_a_model_that_cannot_chat_says_so(tiny_dir: Path, tmp_path: Path, monkey
         (["--api-key", "x"], "--api-key needs --url"),
         (["--load", "no/such/file"], "no such file"),
         (["--temperature", "-1"], "temperature"),
+        (["--tools", "no/such/file"], "No such file"),
+        (["--tool-format", "xml"], "tool_format must be one of auto, hermes"),
+        (["--url", "http://127.0.0.1:1", "--tool-format", "json"], "--tool-format is for a local model"),
     ],
 )
 def test_wrong_flags_are_one_clear_line(flags: list[str], words: str, capsys: Captured) -> None:

@@ -118,14 +118,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_chat(commands: Any) -> None:
     chat = _command(commands, "chat", "talk with a model in the terminal", _chat)
-    chat.add_argument("--system", metavar="TEXT", help="the system message")
-    chat.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
-    chat.add_argument("--tools", metavar="FILE", help="JSON list of tools to offer; you type the results of calls")
-    chat.add_argument("--history", metavar="FILE", help="lines typed before (default: chat_history in XDG_STATE_HOME)")
-    chat.add_argument("--no-history", action="store_true", help="neither read nor keep the lines that are typed")
-    chat.add_argument("--url", help="talk with an OpenAI endpoint such as http://127.0.0.1:8000; loads no model here")
-    chat.add_argument("--api-key", help="key of the endpoint (default: GAPLESS_API_KEY)")
-    chat.add_argument("--served-model", metavar="NAME", help="name of the model there; default: the first it lists")
+    from gapless.commands.chat import add_arguments
+
+    add_arguments(chat)
     add_engine_options(chat, without=("record",))
     own = {"max_tokens": "the rest of the context", "temperature": "0.7"}
     add_sampling_options(chat, without=("n", "best_of"), default_of=own)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -187,9 +187,17 @@ class Client:
         raise InvalidRequest(f"a prompt is text or a list of token ids, got {_excerpt(prompt)}", "prompt")
 
     def encode_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, continue_final_message: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **values: Any,
     ) -> Sequence[int]:
-        """Token ids of a conversation, ready for the assistant's turn. Raises InvalidRequest."""
+        """Token ids of a conversation, ready for the assistant's turn. `values` are the template's.
+
+        Raises InvalidRequest.
+        """
         if self._chat is None:
             raise InvalidRequest(self._no_tokenizer, "messages")
         self.engine.check_process()  # the template process answers one process
@@ -198,6 +206,7 @@ class Client:
             self._most,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            **values,
         )
 
     @property
@@ -205,7 +214,9 @@ class Client:
         """Tokens of a prompt at most."""
         return self.engine.resolved.limits.max_model_len
 
-    def prepare(self, tokens: Sequence[int], params: SamplingParams, *, streams: bool) -> Job:
+    def prepare(
+        self, tokens: Sequence[int], params: SamplingParams, *, streams: bool, shown_ids: Collection[int] = ()
+    ) -> Job:
         """A job that is sure to be accepted. Stop strings need each token as it comes."""
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", "stop")
@@ -213,10 +224,10 @@ class Client:
             raise InvalidRequest("best_of above n cannot be streamed: the best are known only at the end", "best_of")
         make = self.engine.make_request
         requests = [make(tokens, each, streams=streams or bool(params.stop)) for each in candidates(params)]
-        made = enumerate(requests)
-        return Job([Candidate(index, each, self._transcript(each), self.engine) for index, each in made], params)
+        made = [(each, self._transcript(each, shown_ids)) for each in requests]
+        return Job([Candidate(index, *each, self.engine) for index, each in enumerate(made)], params)
 
-    def _transcript(self, request: Request) -> Transcript:
+    def _transcript(self, request: Request, shown_ids: Collection[int]) -> Transcript:
         params = request.params
         return Transcript(
             self.tokenizer,
@@ -224,6 +235,7 @@ class Client:
             request.stop_ids,
             min_tokens=params.min_tokens,
             include_stop=params.include_stop_str_in_output,
+            shown=shown_ids,
         )
 
 

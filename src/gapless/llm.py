@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -74,17 +74,26 @@ class LLM:
         found = self._generate([_named(i, len(talks), encode, talk) for i, talk in enumerate(talks)], each)
         return found if many else found[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Continue one prompt, piece by piece. Closing the iterator early ends the request."""
-        return self._stream(self._client.prepare(self._encode(prompt), check_params(params), streams=True))
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, shown_ids: Collection[int] = ()
+    ) -> Iterator[Delta]:
+        """Continue one prompt, piece by piece. Closing the iterator early ends the request.
+
+        shown_ids: special tokens that are part of the text, such as the tags of tool calls.
+        """
+        tokens, checked = self._encode(prompt), check_params(params)
+        return self._stream(self._client.prepare(tokens, checked, streams=True, shown_ids=shown_ids))
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
         """Answer a conversation, piece by piece."""
         return self.stream(self.encode_chat(messages), params)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt of a conversation as token ids, ready for the assistant's turn. Raises InvalidRequest."""
-        return list(self._client.encode_chat(messages))
+    def encode_chat(self, messages: Sequence[Message], **values: Any) -> list[int]:
+        """The prompt of a conversation as token ids, ready for the assistant's turn. Raises InvalidRequest.
+
+        values: for the chat template, such as `tools`.
+        """
+        return list(self._client.encode_chat(messages, **values))
 
     def run(self, jobs: Iterable[tuple[int, Job]]) -> Iterator[tuple[int, Completion]]:
         """Complete jobs as they come, in the order in which they finish; takes new ones while others run.

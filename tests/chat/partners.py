@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gapless.chat.reply import ReplyEnd, ReplyPart
-from gapless.chat.tool_file import ToolList
+from gapless.chat.reply import ReplyEnd
+from gapless.text.deltas import CallArguments, CallBegin, Content, ReplyDelta
+from gapless.text.tools.base import Tool
 
-DONE = ReplyPart(end=ReplyEnd("stop", 7, 3))
+Parts = list[ReplyDelta | ReplyEnd | Exception]
+DONE = ReplyEnd("stop", 7, 3)
 
 
 class ScriptedPartner:
@@ -18,7 +20,7 @@ class ScriptedPartner:
 
     description = "a script, context of 100 tokens"
 
-    def __init__(self, *answers: Sequence[ReplyPart | Exception], pause_s: float = 0.0) -> None:
+    def __init__(self, *answers: Parts, pause_s: float = 0.0) -> None:
         self._answers = list(answers)
         self._pause_s = pause_s
         self.asked: list[list[Mapping[str, Any]]] = []
@@ -26,8 +28,8 @@ class ScriptedPartner:
         self.num_closed = 0
 
     def answer(
-        self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any], tools: ToolList = ()
-    ) -> Iterator[ReplyPart]:
+        self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any], tools: Sequence[Tool] = ()
+    ) -> Iterator[ReplyDelta | ReplyEnd]:
         self.asked.append(copy.deepcopy(list(messages)))
         self.params.append(dict(params))
         try:
@@ -54,6 +56,14 @@ class ListedLines:
         return self._lines.pop(0) if self._lines else None
 
 
-def said(*texts: str) -> list[ReplyPart]:
+def said(*texts: str) -> Parts:
     """An answer of plain text."""
-    return [*(ReplyPart(text) for text in texts), DONE]
+    return [*map(Content, texts), DONE]
+
+
+def calls(*each: tuple[str, str, str]) -> Parts:
+    """An answer of tool calls, each with id, name and arguments."""
+    parts: Parts = []
+    for index, (id, name, arguments) in enumerate(each):
+        parts += [CallBegin(index, id, name), CallArguments(index, arguments)]
+    return [*parts, ReplyEnd("tool_calls")]

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from gapless.chat.remote import RemotePartner
-from gapless.chat.reply import CallPart, HeardReply, ReplyPart
+from gapless.chat.reply import ReplyEnd
 from gapless.errors import ConfigError, InvalidRequest, ServerUnreachable
+from gapless.text.deltas import ToolCall, WholeReply
+from gapless.text.tools.base import Tool
 
-TOOLS = [{"type": "function", "function": {"name": "add"}}]
+TOOLS = (Tool("add", {"type": "object"}, strict=True),)
 TALK = [{"role": "user", "content": "a"}]
 
 
@@ -74,8 +76,8 @@ def partner(stub: Stub, **options: Any) -> RemotePartner:
 
 def test_a_stream_becomes_parts(stub: Stub) -> None:
     usage = {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2}}
-    call = {"index": 0, "id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a":'}}
-    more = {"index": 0, "function": {"arguments": "1}"}}
+    call = {"index": 3, "id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a":'}}
+    more = {"index": 3, "function": {"arguments": "1}"}}
     stub.stream(
         chunk({"role": "assistant", "content": ""}),
         chunk({"reasoning_content": "hm"}),
@@ -85,16 +87,15 @@ def test_a_stream_becomes_parts(stub: Stub) -> None:
         chunk({}, "tool_calls"),
         usage,
     )
-    reply, parts = HeardReply(), list(partner(stub, api_key="k", model="two").answer(TALK, {"temperature": 0.5}, TOOLS))
-    for part in parts:
-        reply.add(part)
-    assert ReplyPart(reasoning="hm") in parts
-    assert reply.text == "é"
-    assert reply.calls == [CallPart(0, "x", "add", '{"a":1}')]
-    assert reply.end is not None
-    assert (reply.end.reason, reply.end.num_prompt, reply.end.num_tokens) == ("tool_calls", 4, 2)
+    *parts, end = partner(stub, api_key="k", model="two").answer(TALK, {"temperature": 0.5}, TOOLS)
+    reply = WholeReply()
+    reply.add(part for part in parts if not isinstance(part, ReplyEnd))
+    assert reply == WholeReply("é", "hm", [ToolCall("x", "add", '{"a":1}')])
+    assert end == ReplyEnd("tool_calls", 4, 2)
     assert stub.headers["authorization"] == "Bearer k"
-    expected = {"model": "two", "messages": TALK, "temperature": 0.5, "stream": True, "tools": TOOLS}
+    expected: dict[str, Any] = {"model": "two", "messages": TALK, "temperature": 0.5, "stream": True}
+    function = {"name": "add", "parameters": {"type": "object"}, "strict": True}
+    expected["tools"] = [{"type": "function", "function": function}]
     assert stub.body == expected | {"stream_options": {"include_usage": True}}
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from partners import DONE, ListedLines, ScriptedPartner, said
+from partners import DONE, ListedLines, ScriptedPartner, calls, said
 
 from gapless.chat.dialogue import Dialogue
 from gapless.chat.orders import ALIASES, ORDERS
-from gapless.chat.reply import CallPart, ReplyEnd, ReplyPart
+from gapless.chat.reply import ReplyEnd
 from gapless.chat.screen import Screen
 from gapless.chat.session import Session
 from gapless.errors import EngineClosed, InvalidRequest, PromptTooLong
+from gapless.text.deltas import CallArguments, CallBegin, Content, Reasoning
 
 Captured = pytest.CaptureFixture[str]
 
@@ -33,8 +34,8 @@ def test_each_question_is_asked_with_all_that_was_said(capsys: Captured) -> None
 
 
 def test_without_a_terminal_only_answers_are_on_standard_output(capsys: Captured) -> None:
-    answer = [ReplyPart(reasoning="hm"), ReplyPart(reasoning="m"), ReplyPart("\x1b[1mYes"), DONE]
-    cut = [ReplyPart("No"), ReplyPart(end=ReplyEnd("length"))]
+    answer = [Reasoning("hm"), Reasoning("m"), Content("\x1b[1mYes"), DONE]
+    cut = [Content("No"), ReplyEnd("length")]
     talk(ScriptedPartner(answer, cut), "a", "/system x", "b")
     captured = capsys.readouterr()
     assert captured.out == "\x1b[1mYes\nNo\n"
@@ -91,7 +92,7 @@ def test_a_mistake_is_told_and_changes_nothing(line: str, words: str, capsys: Ca
 
 def test_a_question_that_cannot_be_answered_is_forgotten(capsys: Captured) -> None:
     partner = ScriptedPartner(
-        said("1"), [PromptTooLong(8, "9 tokens")], [ReplyPart("half"), InvalidRequest("no")], said("2")
+        said("1"), [PromptTooLong(8, "9 tokens")], [Content("half"), InvalidRequest("no")], said("2")
     )
     session = talk(partner, "a", "b", "c", "d")
     assert [message["content"] for message in partner.asked[-1]] == ["a", "1", "d"]
@@ -137,25 +138,9 @@ def test_help_show_stats_and_exit(capsys: Captured) -> None:
     assert set(ALIASES.values()) <= set(ORDERS)
 
 
-def test_calls_are_put_together() -> None:
-    from gapless.chat.reply import HeardReply
-
-    reply = HeardReply()
-    reply.add(ReplyPart(calls=(CallPart(0, "x", "add", '{"a"'), CallPart(1, "y", "sub"))))
-    reply.add(ReplyPart(calls=(CallPart(1, arguments="{}"), CallPart(0, arguments=": 1}"))))
-    assert reply.message()["tool_calls"] == [
-        {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
-        {"id": "y", "type": "function", "function": {"name": "sub", "arguments": "{}"}},
-    ]
-
-
-def calls(*each: CallPart) -> list[ReplyPart]:
-    return [ReplyPart(calls=each), ReplyPart(end=ReplyEnd("tool_calls"))]
-
-
 def test_results_of_calls_are_typed_and_go_back(capsys: Captured) -> None:
-    two = calls(CallPart(0, "x", "add", '{"a": 1}'), CallPart(1, "y", "now", "{}"))
-    partner = ScriptedPartner([ReplyPart("Hm."), *two], calls(CallPart(0, "z", "add", "{}")), said("3"), said("bye"))
+    two = calls(("x", "add", '{"a": 1}'), ("y", "now", "{}"))
+    partner = ScriptedPartner([Content("Hm."), *two], calls(("z", "add", "{}")), said("3"), said("bye"))
     talk(partner, "sum?", "2", "noon", '"""three', 'lines"""', "thanks")
     assert partner.asked[2] == [
         {"role": "user", "content": "sum?"},
@@ -180,11 +165,11 @@ def test_results_of_calls_are_typed_and_go_back(capsys: Captured) -> None:
 
 
 def test_half_a_call_and_a_call_without_result_are_forgotten(capsys: Captured) -> None:
-    cut = [ReplyPart(calls=(CallPart(0, "x", "add", '{"a'),)), ReplyPart(end=ReplyEnd("length"))]
-    partner = ScriptedPartner(cut, said("ok"), calls(CallPart(0, "x", "add", "{}")))
+    cut = [CallBegin(0, "x", "add"), CallArguments(0, '{"a'), ReplyEnd("length")]
+    partner = ScriptedPartner(cut, said("ok"), calls(("x", "add", "{}")))
     session = talk(partner, "a", "b", "c")
     assert partner.asked[1] == [{"role": "user", "content": "b"}]
     assert len(session.dialogue.turns) == 2
     err = capsys.readouterr().err
-    assert "cut in a tool call; raise max_tokens" in err
+    assert "raise max_tokens if they were cut" in err
     assert "the input ended before the result of add" in err

@@ -19,14 +19,14 @@ CHILD = """
 import sys
 sys.path.insert(0, {here!r})
 from argparse import Namespace
-from partners import ScriptedPartner, said, DONE
+from partners import ScriptedPartner, calls, said, DONE
 from gapless import console
 from gapless.chat.dialogue import Dialogue
-from gapless.chat.reply import ReplyPart, CallPart
+from gapless.text.deltas import Content, Reasoning
 from gapless.commands.chat import _talk
 console.settle()
 console.interrupt_on_signals()
-slow = [ReplyPart("word ") for _ in range(1000)]
+slow = [Content("word ") for _ in range(1000)]
 partner = ScriptedPartner({answers}, pause_s=0.02)
 sys.exit(_talk(partner, Namespace(no_history=False, history={history!r}), Dialogue(), {{}}))
 """
@@ -122,7 +122,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(start: Start, history: Path) 
 
 
 def test_reasoning_is_dim_and_control_characters_are_shown(start: Start) -> None:
-    answer = '[ReplyPart(reasoning="hm"), ReplyPart("a\\x1b]0;title\\x07b\\tc"), DONE]'
+    answer = '[Reasoning("hm"), Content("a\\x1b]0;title\\x07b\\tc"), DONE]'
     terminal = start(answer)
     terminal.type("talk\r")
     seen = terminal.see("> ")
@@ -132,7 +132,7 @@ def test_reasoning_is_dim_and_control_characters_are_shown(start: Start) -> None
 
 
 def test_no_colours_where_they_are_not_wanted(start: Start) -> None:
-    terminal = start('[ReplyPart(reasoning="hm"), ReplyPart("yes"), DONE]', NO_COLOR="1")
+    terminal = start('[Reasoning("hm"), Content("yes"), DONE]', NO_COLOR="1")
     terminal.type("talk\r")
     assert "hm\r\nyes" in terminal.see("yes")
     terminal.see("> ")
@@ -150,7 +150,7 @@ def test_a_terminating_signal_ends_the_program(start: Start, history: Path) -> N
 
 
 def test_a_result_is_asked_for_by_name_and_ctrl_c_takes_the_question_back(start: Start) -> None:
-    call = '[ReplyPart(calls=(CallPart(0, "x", "add", "{}"),)), DONE]'
+    call = 'calls(("x", "add", "{}"))'
     terminal = start(f'{call}, {call}, said("done")')
     terminal.type("sum\r")
     assert "\x1b[36m-> add \x1b[0m\x1b[36m{}\x1b[0m" in terminal.see("result of add> ")
@@ -163,5 +163,6 @@ def test_a_result_is_asked_for_by_name_and_ctrl_c_takes_the_question_back(start:
     terminal.see("result of add> ")
     terminal.type("7\r")
     terminal.see("done")
+    terminal.see("> ")
     terminal.type("\x04")
     assert terminal.end() == 0

@@ -105,8 +105,7 @@ def _show(session: Session, rest: str) -> None:
 
 
 def _tools(session: Session, rest: str) -> None:
-    functions = [tool["function"] for tool in session.tools]
-    lines = [f"{each['name']}: {each.get('description', 'no description')}" for each in functions]
+    lines = [f"{tool.name}: {tool.description or 'no description'}" for tool in session.tools]
     session.screen.note("\n".join(lines) or "no tools; --tools FILE names some")
 
 

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from gapless.chat.reply import CallPart, ReplyEnd, ReplyPart
-from gapless.chat.tool_file import ToolList
+from gapless.chat.reply import ReplyEnd
 from gapless.errors import ConfigError, InvalidRequest, ServerUnreachable
+from gapless.text.deltas import CallArguments, CallBegin, Content, Reasoning, ReplyDelta
+from gapless.text.tools.base import Tool
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 2**24
@@ -45,11 +46,12 @@ class RemotePartner:
         return f"{self._card['id']} at {self._url}" + (f", context of {length} tokens" if length else "")
 
     def answer(
-        self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any], tools: ToolList
-    ) -> Iterator[ReplyPart]:
+        self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any], tools: Sequence[Tool]
+    ) -> Iterator[ReplyDelta | ReplyEnd]:
         body = {"model": self._card["id"], "messages": list(messages), **params}
-        body |= {"stream": True, "stream_options": {"include_usage": True}} | ({"tools": list(tools)} if tools else {})
-        reason, usage = None, dict[str, int]()
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body |= {"tools": [_described(tool) for tool in tools]} if tools else {}
+        reason, usage, places = None, dict[str, int](), dict[int, int]()
         with self._asked("POST", "/v1/chat/completions", body) as response:
             for event in _events(response):
                 if "error" in event:
@@ -57,9 +59,8 @@ class RemotePartner:
                 usage = event.get("usage") or usage
                 for choice in event.get("choices") or ():
                     reason = choice.get("finish_reason") or reason
-                    yield _part(choice.get("delta") or {})
-        end = ReplyEnd(reason or "stop", usage.get("prompt_tokens"), usage.get("completion_tokens"))
-        yield ReplyPart(end=end)
+                    yield from _deltas(choice.get("delta") or {}, places)
+        yield ReplyEnd(reason or "stop", usage.get("prompt_tokens"), usage.get("completion_tokens"))
 
     def close(self) -> None:
         """Nothing is open between answers."""
@@ -116,17 +117,24 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     raise ServerUnreachable("the server ended the answer before its end")
 
 
-def _part(delta: Mapping[str, Any]) -> ReplyPart:
-    calls = tuple(_call(call) for call in delta.get("tool_calls") or ())
-    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-    return ReplyPart(delta.get("content") or "", reasoning, calls)
+def _described(tool: Tool) -> dict[str, Any]:
+    described = tool.described()
+    return described | {"function": described["function"] | ({"strict": True} if tool.strict else {})}
 
 
-def _call(call: Mapping[str, Any]) -> CallPart:
-    function = call.get("function") or {}
-    return CallPart(
-        call.get("index") or 0, call.get("id") or "", function.get("name") or "", function.get("arguments") or ""
-    )
+def _deltas(delta: Mapping[str, Any], places: dict[int, int]) -> Iterator[ReplyDelta]:
+    """The parts of a chunk. `places` has the calls so far: a server may number them with gaps."""
+    if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+        yield Reasoning(reasoning)
+    if content := delta.get("content"):
+        yield Content(content)
+    for call in delta.get("tool_calls") or ():
+        function, number = call.get("function") or {}, call.get("index") or 0
+        if number not in places:
+            places[number] = len(places)
+            yield CallBegin(places[number], call.get("id") or "", function.get("name") or "")
+        if arguments := function.get("arguments"):
+            yield CallArguments(places[number], arguments)
 
 
 def _refusal(response: http.client.HTTPResponse) -> str:

@@ -12,7 +12,7 @@ import sys
 from typing import TextIO
 
 from gapless import console
-from gapless.chat.reply import CallPart, ReplyPart
+from gapless.text.deltas import CallArguments, CallBegin, Content, Reasoning, ReplyDelta
 
 DIM, RED, CYAN, PLAIN = "\x1b[2m", "\x1b[31m", "\x1b[36m", "\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
@@ -29,14 +29,17 @@ class Screen:
         self._ends_line = True
         self._thinks_aside = False  # reasoning on standard error, in an open line
 
-    def show(self, part: ReplyPart) -> None:
+    def show(self, part: ReplyDelta) -> None:
         """A part of an answer."""
-        if part.reasoning:
-            self._think(part.reasoning)
-        if part.text:
-            self._write("text", part.text)
-        for call in part.calls:
-            self._call(call)
+        match part:
+            case Content(text):
+                self._write("text", text)
+            case Reasoning(text):
+                self._think(text)
+            case CallBegin(index, _, name):
+                self._write(("call", index), f"-> {name} ", CYAN)
+            case CallArguments(index, text):
+                self._write(("call", index), text, CYAN)
 
     def close_line(self) -> None:
         """The answer is over, or stops here."""
@@ -68,12 +71,6 @@ class Screen:
         if self._thinks_aside:
             console.say("")
         self._thinks_aside = False
-
-    def _call(self, call: CallPart) -> None:
-        kind = ("call", call.index)
-        if self._kind != kind:
-            self._write(kind, f"-> {call.name} ", CYAN)
-        self._write(kind, call.arguments, CYAN)
 
     def _write(self, kind: object, text: str, colour: str = "") -> None:
         self._end_thoughts()

@@ -16,11 +16,12 @@ from gapless.chat import orders
 from gapless.chat.dialogue import Dialogue
 from gapless.chat.interrupts import Interrupts, Stopped
 from gapless.chat.lines import LineSource, read_message
-from gapless.chat.reply import CallPart, HeardReply, Partner, ReplyPart
+from gapless.chat.reply import Partner, ReplyEnd, as_message, is_whole
 from gapless.chat.screen import Screen
-from gapless.chat.tool_file import ToolList
 from gapless.core.params import SamplingParams
 from gapless.errors import EngineClosed, GaplessError, InvalidRequest, PromptTooLong
+from gapless.text.deltas import ReplyDelta, ToolCall, WholeReply
+from gapless.text.tools.base import Tool
 
 PROMPT = "> "
 
@@ -53,7 +54,7 @@ class Session:
         screen: Screen,
         dialogue: Dialogue,
         params: dict[str, Any],
-        tools: ToolList = (),
+        tools: Sequence[Tool] = (),
     ) -> None:
         self.partner = partner
         self.screen = screen
@@ -95,23 +96,22 @@ class Session:
             self.dialogue.take_back_question()
             raise
 
-    def _hear(self) -> list[CallPart]:
+    def _hear(self) -> list[ToolCall]:
         """Show an answer and remember it; returns its tool calls."""
-        reply = HeardReply()
+        reply = WholeReply()
         try:
-            self._listen(reply)
+            end = self._listen(reply)
         except Stopped:
             self._stop(reply)
             return []
-        was_cut = reply.end is not None and reply.end.reason == "length"
-        if was_cut and reply.calls:
-            raise InvalidRequest("the answer was cut in a tool call; raise max_tokens")
-        if was_cut:
+        if not all(is_whole(call) for call in reply.calls):
+            raise InvalidRequest("the arguments of a tool call are no JSON object; raise max_tokens if they were cut")
+        if end is not None and end.reason == "length":
             self.screen.note("(cut: the answer reached max_tokens, or the end of the context)")
-        self.dialogue.add(reply.message())
+        self.dialogue.add(as_message(reply))
         return reply.calls
 
-    def _give_results(self, calls: Sequence[CallPart]) -> None:
+    def _give_results(self, calls: Sequence[ToolCall]) -> None:
         """Ask the user what each call returns. Raises Stopped, which takes the question back."""
         for call in calls:
             with self._interrupts.stoppable():
@@ -121,11 +121,11 @@ class Session:
                 raise InvalidRequest(f"the input ended before the result of {call.name}")
             self.dialogue.add({"role": "tool", "tool_call_id": call.id, "content": result})
 
-    def _stop(self, reply: HeardReply) -> None:
+    def _stop(self, reply: WholeReply) -> None:
         """Keep what was said so far; a question of which nothing was answered is as if it had not been asked."""
         self.screen.close_line()
-        if reply.text:
-            self.dialogue.add({"role": "assistant", "content": reply.text})
+        if reply.content:
+            self.dialogue.add({"role": "assistant", "content": reply.content})
             self.screen.note("(stopped)")
         else:
             self.dialogue.take_back_question()
@@ -157,21 +157,25 @@ class Session:
         self.dialogue.add({"role": "user", "content": message.removeprefix("/")})
         self.answer()
 
-    def _listen(self, reply: HeardReply) -> None:
+    def _listen(self, reply: WholeReply) -> ReplyEnd | None:
+        """Show an answer as it comes. Returns how it ended, if the partner says so."""
         begun = time.perf_counter()
-        first = None
+        first = end = None
         with self._interrupts.stoppable(), contextlib.closing(self._parts()) as parts:
             for part in parts:
                 first = first or time.perf_counter()
-                reply.add(part)
-                self.screen.show(part)
+                if isinstance(part, ReplyEnd):
+                    end = part
+                else:
+                    reply.add([part])
+                    self.screen.show(part)
         self.screen.close_line()
         now = time.perf_counter()
-        end = reply.end
         sizes = (None, None) if end is None else (end.num_prompt, end.num_tokens)
         self.figures = AnswerFigures(*sizes, (first or now) - begun, now - begun)
+        return end
 
-    def _parts(self) -> Generator[ReplyPart]:
+    def _parts(self) -> Generator[ReplyDelta | ReplyEnd]:
         yield from self.partner.answer(self.dialogue.messages, self.params, self.tools)
 
 

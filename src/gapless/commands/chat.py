@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,31 @@ from gapless.chat.orders import NAMES
 from gapless.chat.reply import Partner
 from gapless.chat.screen import Screen
 from gapless.chat.session import Session, check_params
-from gapless.chat.tool_file import ToolList, read_tools
+from gapless.chat.tool_file import read_tools
 from gapless.commands import EXIT_FAILED
 from gapless.config import EngineOptions, api_key, state_dir, wants_colour
 from gapless.errors import ConfigError
+from gapless.server.options import ServerOptions
+from gapless.text.tools.base import Tool
 
+FORMATS = ("tool_format", "reasoning_format")  # options that a server has, too
 TEMPERATURE = 0.7  # as on the server's page; the engine's own default, 1.0, is for texts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `gapless chat`, besides those of the engine and of sampling."""
+    add = parser.add_argument
+    add("--system", metavar="TEXT", help="the system message")
+    add("--load", metavar="FILE", help="go on with a conversation that /save wrote")
+    add("--tools", metavar="FILE", help="JSON list of tools to offer; you type the results of calls")
+    for field in dataclasses.fields(ServerOptions):
+        if field.name in FORMATS:
+            add("--" + field.name.replace("_", "-"), metavar="FORMAT", help=field.metadata["help"] + " (default: auto)")
+    add("--history", metavar="FILE", help="lines typed before (default: chat_history in XDG_STATE_HOME)")
+    add("--no-history", action="store_true", help="neither read nor keep the lines that are typed")
+    add("--url", help="talk with an OpenAI endpoint such as http://127.0.0.1:8000; loads no model here")
+    add("--api-key", metavar="KEY", help="key of the endpoint (default: GAPLESS_API_KEY)")
+    add("--served-model", metavar="NAME", help="name of the model there; default: the first it lists")
 
 
 def chat(args: argparse.Namespace, options: EngineOptions, params: dict[str, Any]) -> int:
@@ -30,8 +50,8 @@ def chat(args: argparse.Namespace, options: EngineOptions, params: dict[str, Any
     chosen = {"temperature": TEMPERATURE, **kept, **params}
     check_params(chosen)
     tools = read_tools(args.tools) if args.tools is not None else ()
-    if tools and args.url is None:
-        raise ConfigError("--tools needs --url: calls of a model in this process are not read")
+    if args.url is None and any(tool.strict for tool in tools):
+        raise ConfigError("--tools: strict is enforced by servers only; leave it out, or use --url")
     partner = _partner(args, options)
     try:
         return _talk(partner, args, dialogue, chosen, tools)
@@ -47,18 +67,21 @@ def _partner(args: argparse.Namespace, options: EngineOptions) -> Partner:
         from gapless.chat.local import LocalPartner
         from gapless.llm import LLM
 
-        return LocalPartner(LLM(**dataclasses.asdict(options)), options.model)
-    for field in dataclasses.fields(EngineOptions):
-        if getattr(args, field.name, None) is not None:
-            hint = "; --served-model names the server's" if field.name == "model" else ""
-            raise ConfigError(f"--{field.name.replace('_', '-')} is for a local model; leave it out with --url{hint}")
+        tools, reasoning = (getattr(args, name) or "auto" for name in FORMATS)
+        ServerOptions(tool_format=tools, reasoning_format=reasoning)  # raises ConfigError before the model is loaded
+        llm = LLM(**dataclasses.asdict(options))
+        return LocalPartner(llm, options.model, tool_format=tools, reasoning_format=reasoning)
+    for name in (*(field.name for field in dataclasses.fields(EngineOptions)), *FORMATS):
+        if getattr(args, name, None) is not None:
+            hint = "; --served-model names the server's" if name == "model" else ""
+            raise ConfigError(f"--{name.replace('_', '-')} is for a local model; leave it out with --url{hint}")
     from gapless.chat.remote import RemotePartner
 
     return RemotePartner(args.url, args.api_key or api_key(), args.served_model)
 
 
 def _talk(
-    partner: Partner, args: argparse.Namespace, dialogue: Dialogue, params: dict[str, Any], tools: ToolList = ()
+    partner: Partner, args: argparse.Namespace, dialogue: Dialogue, params: dict[str, Any], tools: Sequence[Tool] = ()
 ) -> int:
     screen = Screen(colour=wants_colour())
     if not sys.stdin.isatty():

@@ -53,7 +53,8 @@ async function answer(more, count) {
     if (error.name !== "AbortError") shown.turn.classList.add("error");
   }
   shown.turn.removeAttribute("aria-busy");
-  if (!problem && message.tool_calls?.some(call => !isJson(call.function.arguments))) problem = "cut in a tool call: raise max tokens";
+  const broken = message.tool_calls?.some(call => !isJson(call.function.arguments || "{}"));
+  if (broken && !problem) problem = "the arguments of a tool call are not JSON; raise max tokens if they were cut";
   shown.note.textContent = summary(problem, usage, reason, times) + judged(problem, more, message);
   $("talk").scrollTop = $("talk").scrollHeight;
   busy(false);
