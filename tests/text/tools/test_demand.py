@@ -35,15 +35,7 @@ POINT = {
 }
 FREE = {"type": "object", "properties": {"q": {"type": "string", "maxLength": 3}}, "additionalProperties": False}
 TOOLS = [Tool("point", POINT, strict=True), Tool("free", FREE)]
-SPECIAL = (
-    "<end>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "<|python_tag|>",
-    "<start_function_call>",
-    "<end_function_call>",
-    "<escape>",
-)
+SPECIAL = ("<end>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|tool_call>", "<tool_call|>", '<|"|>')
 THINK = find_reasoning(None, lambda tag: False, "think")
 
 

@@ -81,6 +81,22 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         [("f", '{"a": 1}'), ("f", "{}")],
     ),
     ("json", '{"name": "f", "arguments": {}}\n{"name": "f", "arguments": {}}', "", [("f", "{}"), ("f", "{}")]),
+    (
+        "functiongemma",
+        'ok<start_function_call>call:f{a:<escape>x,{"}<escape>,b:-1.5,c:[1,<escape>y<escape>],d:{e:true}}<end_function_call>',
+        "ok",
+        [("f", '{"a": "x,{\\"}", "b": -1.5, "c": [1, "y"], "d": {"e": true}}')],
+    ),
+    (
+        "functiongemma",
+        "<start_function_call>call:f{}<end_function_call><start_function_call>call:g.h-1{a: None}",
+        "",
+        [("f", "{}"), ("g.h-1", '{"a": null}')],
+    ),
+    ("functiongemma", "<start_function_call>call:f{a:<escape>cut of<esc", "", [("f", '{"a": "cut of')]),
+    ("functiongemma", "<start_function_call>call:no{}", "<start_function_call>call:no{}", []),
+    ("functiongemma", "<start_function_call>f{}", "<start_function_call>f{}", []),
+    ("gemma", '<|tool_call>call:f{a:<|"|>é<|"|>, b: [ ] }<tool_call|>', "", [("f", '{"a": "é", "b": []}')]),
     ("json", "[1, 2, 3]", "[1, 2, 3]", []),
     ("json", " {} ", " {} ", []),
 ]
@@ -141,29 +157,30 @@ def test_whatever_a_model_writes_its_cuts_do_not_matter(name: str, parts: list[s
         assert whole[0] == text, "content was lost"
 
 
-def framed(name: str, calls: Sequence[tuple[str, str]]) -> str:
+def framed(name: str, calls: Sequence[tuple[str, dict[str, object]]]) -> str:
     """Calls as the grammar demands them."""
     format = find_format(None, name)
     frames = [format.frame(tool) for tool, _ in calls]
-    written = ["".join([*frame.before, text, *frame.after]) for frame, (_, text) in zip(frames, calls, strict=True)]
+    pairs = zip(frames, calls, strict=True)
+    written = ["".join([*frame.before, format.spelled(arguments), *frame.after]) for frame, (_, arguments) in pairs]
     return "".join([*frames[0].opens, "".join(frames[0].between).join(written), *frames[0].closes])
 
 
+KEYS = st.text("abc_é", min_size=1, max_size=4)
 VALUES = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3)),
     max_leaves=5,
 )
+CALLS = st.lists(st.tuples(st.sampled_from(NAMES), st.dictionaries(KEYS, VALUES)), min_size=1, max_size=3)
 
 
 @pytest.mark.parametrize("name", [each.name for each in FORMATS])
-@given(
-    st.lists(st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(max_size=4), VALUES)), min_size=1, max_size=3)
-)
+@given(CALLS)
 @settings(max_examples=60, deadline=None)
 def test_what_the_grammar_demands_is_read_back(name: str, calls: list[tuple[str, dict[str, object]]]) -> None:
-    written = [(tool, json.dumps(arguments, ensure_ascii=False)) for tool, arguments in calls]
-    assert read(name, framed(name, written)) == ("", written)
+    content, found = read(name, framed(name, calls))
+    assert (content, [(tool, json.loads(arguments)) for tool, arguments in found]) == ("", calls)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +191,8 @@ def test_what_the_grammar_demands_is_read_back(name: str, calls: list[tuple[str,
         ("{{ tools }}[TOOL_CALLS]name[ARGS]{{ x }}", "mistral-args"),
         ("<|start_header_id|>ipython<|end_header_id|>{{ tools }}", "llama3"),
         ("<|python_tag|>", "llama3"),
+        ("{{ tools }}<start_function_call>call:", "functiongemma"),
+        ("{{ tools }}<|tool_call>call:", "gemma"),
         ("{{ tools }}", "json"),
         ("{{ messages }}", "json"),
         (None, "json"),

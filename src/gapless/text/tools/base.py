@@ -15,6 +15,8 @@ from typing import Any
 
 from gapless.text.tools.call_parser import CallSyntax
 
+TagShape = dict[str, Any]  # a format of structural tags: what a text must look like
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -60,8 +62,8 @@ class ToolFormat(ABC):
     def frame(self, tool: str) -> CallFrame:
         """A call of the tool with this name."""
 
-    def arguments_shape(self, schema: Any) -> dict[str, Any]:
-        """The arguments, as a format of structural tags."""
+    def arguments_shape(self, schema: Any) -> TagShape:
+        """What the arguments must look like. Raises InvalidRequest for a schema that cannot be enforced."""
         return {"type": "json_schema", "json_schema": schema}
 
     def spelled(self, arguments: Any) -> str:

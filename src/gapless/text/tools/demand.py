@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from gapless.text.reasoning import ReasoningFormat
-from gapless.text.tools.base import Tool, ToolFormat
+from gapless.text.tools.base import TagShape, Tool, ToolFormat
 
-Shape = dict[str, Any]  # a format of structural tags
 ANY_OBJECT = {"type": "object"}
-SPACE: Shape = {"type": "regex", "pattern": r"\s{0,4}"}
+SPACE: TagShape = {"type": "regex", "pattern": r"\s{0,4}"}
 # Text that cannot be read as a bare call: it does not begin with a bracket.
-NO_CALL: Shape = {"type": "regex", "pattern": r"\s{0,4}([^\s{\[](.|\n)*)?"}
+NO_CALL: TagShape = {"type": "regex", "pattern": r"\s{0,4}([^\s{\[](.|\n)*)?"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,8 @@ def reply_shape(
     reasoning: ReasoningFormat | None,
     *,
     is_reasoning: bool,
-    answer: Shape | None = None,
-) -> Shape:
+    answer: TagShape | None = None,
+) -> TagShape:
     """The shape of a whole reply. demand: None if it must not have calls. answer: the shape of its text, if any."""
     body = _body(format, demand, answer)
     if reasoning is None:
@@ -54,7 +53,7 @@ def reply_shape(
     return begun if is_reasoning else {"type": "or", "elements": [begun, body]}
 
 
-def _body(format: ToolFormat, demand: Demand | None, answer: Shape | None) -> Shape:
+def _body(format: ToolFormat, demand: Demand | None, answer: TagShape | None) -> TagShape:
     if demand is None:
         assert answer is not None
         return answer
@@ -68,7 +67,7 @@ def _body(format: ToolFormat, demand: Demand | None, answer: Shape | None) -> Sh
     return _triggered(format, demand)
 
 
-def _calls(format: ToolFormat, demand: Demand) -> Shape:
+def _calls(format: ToolFormat, demand: Demand) -> TagShape:
     """One call, or several with what stands around and between them."""
     frame = format.frame(demand.tools[0].name)
     calls = {
@@ -83,13 +82,13 @@ def _calls(format: ToolFormat, demand: Demand) -> Shape:
     return {"type": "tag", "begin": "".join(frame.opens), "content": calls, "end": "".join(frame.closes)}
 
 
-def _tag(format: ToolFormat, demand: Demand, tool: Tool) -> Shape:
+def _tag(format: ToolFormat, demand: Demand, tool: Tool) -> TagShape:
     frame = format.frame(tool.name)
     content = format.arguments_shape(demand.schema(tool))
     return {"type": "tag", "begin": "".join(frame.before), "content": content, "end": "".join(frame.after)}
 
 
-def _triggered(format: ToolFormat, demand: Demand) -> Shape:
+def _triggered(format: ToolFormat, demand: Demand) -> TagShape:
     """Free text, in which the tag of a call opens one."""
     group = _calls(format, demand)
     tags = [group] if group["type"] == "tag" else group["tags"]

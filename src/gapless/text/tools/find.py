@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gapless.errors import ConfigError
 from gapless.text.tools.base import ToolFormat
+from gapless.text.tools.gemma import Gemma
 from gapless.text.tools.hermes import Hermes
 from gapless.text.tools.llama3 import Llama3
 from gapless.text.tools.mistral import Mistral
@@ -13,6 +14,8 @@ FORMATS: tuple[ToolFormat, ...] = (
     Hermes(),
     Mistral(has_args=True),
     Mistral(has_args=False),
+    Gemma("gemma", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    Gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
     Llama3(),
     Plain(),
 )  # the first that fits
