@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "server"))
 
 from servers import running
+
+from stub_api import stub_api
+from tiny import write_tiny
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MAX_TOKENS = 6
@@ -51,10 +55,36 @@ def test_sync_vs_async() -> None:
     assert "equal at both depths" in closing
 
 
-def test_client(tmp_path: Path, tiny_dir: Path) -> None:
-    with running(tmp_path / "log.jsonl", tiny_dir, "--num-blocks", "64") as server:
-        lines = run_example("client.py", server.url)
-    assert lines[-1].endswith(f"tokens from {tiny_dir.name}")
+def test_clients_of_a_server(tmp_path: Path) -> None:
+    """The tiny model never calls a tool, but the server must accept what the example sends."""
+    model = write_tiny(tmp_path, max_position_embeddings=1024)
+    with running(tmp_path / "log.jsonl", model, "--num-blocks", "64") as server:
+        assert run_example("client.py", server.url)[-1].endswith(f"tokens from {model.name}")
+        assert run_example("tools.py", server.url)
+
+
+def test_penalties() -> None:
+    lines = run_example("penalties.py")
+    counts = {line.split(": ")[0]: int(line.split(": ")[1].split()[0]) for line in lines}
+    assert set(counts) == {"none", "repetition", "presence", "frequency", "bias"}
+    assert counts["repetition"] > counts["none"]
+    assert "sky" not in lines[-1]
+
+
+def test_tools() -> None:
+    calls = [call("c1", '{"city": "Oslo"}'), call("c2", '{"town": "Rome"}')]
+    with stub_api() as stub:
+        stub.tell({"tool_calls": calls}, {"content": "In Rome."})
+        lines = run_example("tools.py", stub.url)
+    assert lines[0] == 'get_weather {"city": "Oslo"} -> 4 degrees, rain'
+    assert lines[1].startswith('get_weather {"town": "Rome"} -> error: ')
+    assert lines[2] == "In Rome."
+    assert [message["role"] for message in stub.asked[1]["messages"]] == ["user", "assistant", "tool", "tool"]
+    assert stub.asked[1]["messages"][2] == {"role": "tool", "tool_call_id": "c1", "content": "4 degrees, rain"}
+
+
+def call(id: str, arguments: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

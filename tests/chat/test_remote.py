@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -15,66 +12,27 @@ from gapless.chat.reply import ReplyEnd
 from gapless.errors import ConfigError, InvalidRequest, ServerUnreachable
 from gapless.text.deltas import ToolCall, WholeReply
 from gapless.text.tools.base import Tool
+from stub_api import StubApi, stub_api
 
 TOOLS = (Tool("add", {"type": "object"}, strict=True),)
 TALK = [{"role": "user", "content": "a"}]
 
 
-class Stub:
-    """Answers every chat with the same bytes, and keeps the last body."""
-
-    def __init__(self) -> None:
-        self.models: Any = {"data": [{"id": "one", "max_model_len": 64}, {"id": "two"}]}
-        self.status = 200
-        self.data = b""
-        self.body: dict[str, Any] = {}
-        self.headers: dict[str, str] = {}
-        self.url = ""
-
-    def stream(self, *events: Any, done: bool = True) -> None:
-        lines = [b": a comment\n\n", *(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)]
-        self.data = b"".join([*lines, b"data: [DONE]\n\n" if done else b""])
-
-
 @pytest.fixture
-def stub() -> Iterator[Stub]:
-    stub = Stub()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            assert self.path == "/base/v1/models"
-            self.answer(200, json.dumps(stub.models).encode())
-
-        def do_POST(self) -> None:
-            assert self.path == "/base/v1/chat/completions"
-            stub.headers = dict(self.headers)
-            stub.body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            self.answer(stub.status, stub.data)
-
-        def answer(self, status: int, data: bytes) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    stub.url = f"http://127.0.0.1:{server.server_port}/base/v1/"
-    yield stub
-    server.shutdown()
-    server.server_close()
+def stub() -> Iterator[StubApi]:
+    with stub_api("/base") as stub:
+        yield stub
 
 
 def chunk(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
 
 
-def partner(stub: Stub, **options: Any) -> RemotePartner:
-    return RemotePartner(stub.url, **options)
+def partner(stub: StubApi, **options: Any) -> RemotePartner:
+    return RemotePartner(f"{stub.url}/v1/", **options)
 
 
-def test_a_stream_becomes_parts(stub: Stub) -> None:
+def test_a_stream_becomes_parts(stub: StubApi) -> None:
     usage = {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2}}
     call = {"index": 3, "id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a":'}}
     more = {"index": 3, "function": {"arguments": "1}"}}
@@ -96,10 +54,10 @@ def test_a_stream_becomes_parts(stub: Stub) -> None:
     expected: dict[str, Any] = {"model": "two", "messages": TALK, "temperature": 0.5, "stream": True}
     function = {"name": "add", "parameters": {"type": "object"}, "strict": True}
     expected["tools"] = [{"type": "function", "function": function}]
-    assert stub.body == expected | {"stream_options": {"include_usage": True}}
+    assert stub.asked == [expected | {"stream_options": {"include_usage": True}}]
 
 
-def test_what_it_says_of_itself(stub: Stub) -> None:
+def test_what_it_says_of_itself(stub: StubApi) -> None:
     assert partner(stub).description.startswith("one at http://127.0.0.1:")
     assert partner(stub).description.endswith("context of 64 tokens")
 
@@ -115,9 +73,9 @@ def test_what_it_says_of_itself(stub: Stub) -> None:
         (200, b"<html>", ServerUnreachable, "before its end"),
     ],
 )
-def test_answers_that_are_none(stub: Stub, status: int, data: bytes, error: type[Exception], words: str) -> None:
+def test_answers_that_are_none(stub: StubApi, status: int, data: bytes, error: type[Exception], words: str) -> None:
     found = partner(stub)
-    stub.status, stub.data = status, data
+    stub.answers = [(status, data)]
     with pytest.raises(error, match=words):
         list(found.answer(TALK, {}, ()))
 
@@ -125,13 +83,13 @@ def test_answers_that_are_none(stub: Stub, status: int, data: bytes, error: type
 @pytest.mark.parametrize(
     ("models", "words"), [({"data": []}, "has no model"), ([], "does not list"), ({"data": [{}]}, "does not list")]
 )
-def test_a_server_without_models(stub: Stub, models: Any, words: str) -> None:
+def test_a_server_without_models(stub: StubApi, models: Any, words: str) -> None:
     stub.models = models
     with pytest.raises(ServerUnreachable, match=words):
         partner(stub)
 
 
-def test_wrong_addresses(stub: Stub) -> None:
+def test_wrong_addresses(stub: StubApi) -> None:
     with pytest.raises(ConfigError, match="has no model 'three'; it has one, two"):
         partner(stub, model="three")
     with pytest.raises(ServerUnreachable, match="refused"):
