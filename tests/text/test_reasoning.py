@@ -12,6 +12,7 @@ from gapless.errors import ConfigError
 from gapless.text.deltas import WholeReply
 from gapless.text.reasoning import find_reasoning
 from gapless.text.reply import ReplyFormat
+from gapless.text.tools.base import Tool
 from gapless.text.tools.find import find_format
 
 THINK = find_reasoning(None, lambda tag: False, "think")
@@ -19,7 +20,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
 def read(pieces: Sequence[str], *, is_open: bool = False) -> WholeReply:
-    parser = ReplyFormat(find_format(None, "hermes"), THINK).parser(("f",), is_reasoning=is_open)
+    parser = ReplyFormat(find_format(None, "hermes"), THINK).parser([Tool("f", {})], is_reasoning=is_open)
     reply = WholeReply()
     for piece in pieces:
         reply.add(parser.push(piece))

@@ -46,7 +46,7 @@ class LocalPartner:
         room = most_tokens(self._llm.engine.resolved.limits) - len(prompt)
         chosen = SamplingParams.from_dict({"max_tokens": max(room, 1), **params})
         is_reasoning = self._format.is_reasoning(self._tokenizer, prompt)
-        parser = self._format.parser([tool.name for tool in tools], is_reasoning=is_reasoning)
+        parser = self._format.parser(tools, is_reasoning=is_reasoning)
         shown = self._format.shown_ids(self._tokenizer, with_tools=bool(tools))
         for delta in self._llm.stream(prompt, chosen, shown_ids=shown):
             yield from parser.push(delta.text)

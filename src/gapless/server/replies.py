@@ -37,8 +37,7 @@ class ReplyPlan:
 
     def parser(self) -> DeltaParser:
         """For one choice."""
-        names = frozenset(tool.name for tool in self.toolbox.callable)
-        return self.format.parser(names, is_reasoning=self.is_reasoning)
+        return self.format.parser(self.toolbox.callable, is_reasoning=self.is_reasoning)
 
     def read(self, text: str) -> WholeReply:
         """A whole text."""

@@ -5,13 +5,13 @@ Found once for a model; then it gives each reply its parser. Does not know the w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gapless.text.deltas import Content, DeltaParser, Reasoning, ReplyDelta
 from gapless.text.reasoning import ReasoningFormat, ReasoningSplitter, find_reasoning
 from gapless.text.tokenizer import Tokenizer
-from gapless.text.tools.base import ToolFormat
+from gapless.text.tools.base import Tool, ToolFormat
 from gapless.text.tools.call_parser import CallParser
 from gapless.text.tools.find import find_format
 
@@ -25,9 +25,10 @@ class ReplyFormat:
     tools: ToolFormat
     reasoning: ReasoningFormat | None
 
-    def parser(self, names: Collection[str], *, is_reasoning: bool) -> DeltaParser:
-        """For one reply. names: of the tools that may be called. is_reasoning: the prompt opened the reasoning."""
-        calls = CallParser(self.tools.syntax, names) if names else PlainParser()
+    def parser(self, tools: Sequence[Tool], *, is_reasoning: bool) -> DeltaParser:
+        """For one reply. tools: those that may be called. is_reasoning: the prompt opened the reasoning."""
+        schemas = {tool.name: tool.parameters for tool in tools}
+        calls = CallParser(self.tools.syntax, schemas) if tools else PlainParser()
         if self.reasoning is None:
             return calls
         return ReplyParser(ReasoningSplitter(self.reasoning, is_open=is_reasoning), calls)

@@ -77,7 +77,7 @@ def wander(guide: GrammarGuide, vocabulary: Vocabulary, tokenizer: Tokenizer, se
 
 def parsed(name: str, text: str, *, thinks: bool = False) -> WholeReply:
     format = ReplyFormat(find_format(None, name), THINK if thinks else None)
-    return whole_reply(format.parser(("point", "free"), is_reasoning=False), text)
+    return whole_reply(format.parser(TOOLS, is_reasoning=False), text)
 
 
 def check(reply: WholeReply, *, all: bool) -> None:

@@ -15,6 +15,8 @@ from gapless.text.tools.call_parser import CallParser
 from gapless.text.tools.find import FORMATS, find_format
 
 NAMES = ("f", "get_weather", "g.h-1")
+SCHEMA = {"properties": {"text": {"type": "string"}, "maybe": {"anyOf": [{"type": "null"}, {"type": "string"}]}}}
+TOOLS = dict.fromkeys(NAMES, SCHEMA)
 Read = tuple[str, list[tuple[str, str]]]
 
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
@@ -97,13 +99,22 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("functiongemma", "<start_function_call>call:no{}", "<start_function_call>call:no{}", []),
     ("functiongemma", "<start_function_call>f{}", "<start_function_call>f{}", []),
     ("gemma", '<|tool_call>call:f{a:<|"|>é<|"|>, b: [ ] }<tool_call|>', "", [("f", '{"a": "é", "b": []}')]),
+    (
+        "qwen-xml",
+        "Hm.\n<tool_call>\n<function=f>\n<parameter=text>\n12 < 13\n\n</parameter>\n<parameter=n>\n12\n</parameter>\n"
+        "<parameter=o>\nword\n</parameter>\n</function>\n</tool_call>\n<tool_call><function=f></function></tool_call>",
+        "Hm.",
+        [("f", '{"text": "12 < 13\\n", "n": 12, "o": "word"}'), ("f", "{}")],
+    ),
+    ("qwen-xml", "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n<para", "", [("f", '{"n": 1')]),
+    ("qwen-xml", "<tool_call>\n<function=no>\n</function>", "<tool_call>\n<function=no>\n</function>", []),
     ("json", "[1, 2, 3]", "[1, 2, 3]", []),
     ("json", " {} ", " {} ", []),
 ]
 
 
 def read(name: str, pieces: Sequence[str]) -> Read:
-    parser, reply = CallParser(find_format(None, name).syntax, NAMES), WholeReply()
+    parser, reply = CallParser(find_format(None, name).syntax, TOOLS), WholeReply()
     for piece in pieces:
         reply.add(parser.push(piece))
     reply.add(parser.finish())
@@ -187,6 +198,7 @@ def test_what_the_grammar_demands_is_read_back(name: str, calls: list[tuple[str,
     ("template", "name"),
     [
         ("{% if tools %}<tool_call>{{ x }}</tool_call>", "hermes"),
+        ("{% if tools %}<tool_call><function={{ x }}></tool_call>", "qwen-xml"),
         ("{{ tools }}[TOOL_CALLS]{{ x }}", "mistral"),
         ("{{ tools }}[TOOL_CALLS]name[ARGS]{{ x }}", "mistral-args"),
         ("<|start_header_id|>ipython<|end_header_id|>{{ tools }}", "llama3"),

@@ -8,13 +8,14 @@ a call and was none, which is content again. How one call is written is up to it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from gapless.text.deltas import CallArguments, CallBegin, Content, ReplyDelta
 from gapless.text.stop import open_start
 
+ToolSchemas = Mapping[str, Any]  # the parameters of each tool that may be called, by its name
 SEPARATORS = ",;[]"  # between the calls of a group, besides spaces
 
 
@@ -50,7 +51,7 @@ class CallSyntax:
     begins: Sequence[str]  # each opens a group of calls
     ends: Sequence[str]
     openers: str  # a call begins with one of these characters; empty: with any but a separator
-    new_reader: Callable[[], CallReader]
+    new_reader: Callable[[ToolSchemas], CallReader]
     new_id: Callable[[], str]
     is_bare: bool = False  # an opener or a bracket at the very beginning of the text opens a group too
     marks: Sequence[str] = ()  # tags inside calls
@@ -61,11 +62,11 @@ class CallSyntax:
 
 
 class CallParser:
-    """Text to deltas. A call of a tool that is not among `names` is content."""
+    """Text to deltas. A call of a tool that is not among `tools` is content."""
 
-    def __init__(self, syntax: CallSyntax, names: Collection[str]) -> None:
+    def __init__(self, syntax: CallSyntax, tools: ToolSchemas) -> None:
         self._syntax = syntax
-        self._names = names
+        self._tools = tools
         self._tags = (*syntax.begins, *syntax.ends)
         self._text = ""  # not read yet
         self._space = ""  # shown only if content follows: spaces around calls belong to the format
@@ -160,7 +161,7 @@ class CallParser:
             self._raw += self._text[0] if self._is_pending else ""
             self._text = self._text[1:]
         elif not self._syntax.openers or self._text[0] in self._syntax.openers:
-            self._reader = self._syntax.new_reader()
+            self._reader = self._syntax.new_reader(self._tools)
         else:
             self._leave_group()
         return True
@@ -180,7 +181,7 @@ class CallParser:
             self._raw += self._text[:count]
         self._text = self._text[count:]
         if not self._has_begun and reader.name is not None:
-            if reader.name not in self._names:
+            if reader.name not in self._tools:
                 self._leave_group()
                 return True
             self._begin_call(reader.name)

@@ -9,8 +9,10 @@ from gapless.text.tools.hermes import Hermes
 from gapless.text.tools.llama3 import Llama3
 from gapless.text.tools.mistral import Mistral
 from gapless.text.tools.plain import Plain
+from gapless.text.tools.qwen_xml import QwenXml
 
 FORMATS: tuple[ToolFormat, ...] = (
+    QwenXml(),
     Hermes(),
     Mistral(has_args=True),
     Mistral(has_args=False),

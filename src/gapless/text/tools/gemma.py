@@ -23,7 +23,7 @@ class Gemma(ToolFormat):
     def __init__(self, name: str, begin: str, end: str, quote: str) -> None:
         self.name = name
         self._begin, self._end, self._quote = begin, end, quote
-        self.syntax = CallSyntax((begin,), (end,), HEAD[0], lambda: GemmaCall(quote), new_call_id, marks=(quote,))
+        self.syntax = CallSyntax((begin,), (end,), HEAD[0], lambda tools: GemmaCall(quote), new_call_id, marks=(quote,))
 
     def fits(self, template: str) -> bool:
         return self._begin in template

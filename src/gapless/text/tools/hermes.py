@@ -13,7 +13,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 class Hermes(ToolFormat):
     name = "hermes"
-    syntax = CallSyntax((BEGIN,), (END,), "{", JsonCall, new_call_id)
+    syntax = CallSyntax((BEGIN,), (END,), "{", lambda tools: JsonCall(), new_call_id)
 
     def fits(self, template: str) -> bool:
         return BEGIN in template

@@ -16,7 +16,7 @@ TAG = "<|python_tag|>"
 
 class Llama3(ToolFormat):
     name = "llama3"
-    syntax = CallSyntax((TAG,), (), "{", JsonCall, new_call_id, is_bare=True)
+    syntax = CallSyntax((TAG,), (), "{", lambda tools: JsonCall(), new_call_id, is_bare=True)
 
     def fits(self, template: str) -> bool:
         return TAG in template or ("ipython" in template and "<|start_header_id|>" in template)

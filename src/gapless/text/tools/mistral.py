@@ -62,7 +62,7 @@ class MistralCall:
 class Mistral(ToolFormat):
     """The old form, or the new one if it `has_args`. Both read either; they differ in what the grammar demands."""
 
-    syntax = CallSyntax((BEGIN,), (), "", MistralCall, new_mistral_id, marks=(ID, ARGUMENTS))
+    syntax = CallSyntax((BEGIN,), (), "", lambda tools: MistralCall(), new_mistral_id, marks=(ID, ARGUMENTS))
 
     def __init__(self, *, has_args: bool) -> None:
         self.name = "mistral-args" if has_args else "mistral"

@@ -14,7 +14,7 @@ from gapless.text.tools.json_call import JsonCall
 
 class Plain(ToolFormat):
     name = "json"
-    syntax = CallSyntax((), (), "{", JsonCall, new_call_id, is_bare=True)
+    syntax = CallSyntax((), (), "{", lambda tools: JsonCall(), new_call_id, is_bare=True)
 
     def fits(self, template: str) -> bool:
         return True
