@@ -36,7 +36,7 @@ class Flight:
     id: int
     prompt: Sequence[int]
     params: SamplingParams  # with its seed
-    changed: asyncio.Event  # set when anything below has changed; the reader clears it
+    changed: asyncio.Event  # set when the reader should look at what is below; the reader clears it
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: list[Scores] = field(default_factory=list)  # one for each of `tokens`, if asked for
     prompt_logprobs: list[Scores] = field(default_factory=list)  # with the first token, if asked for
@@ -45,6 +45,7 @@ class Flight:
     sent: bool = False
     started: bool = False
     called_back: bool = False  # and not yet there
+    in_line: bool = False  # for its reader to be woken
     num_kills: int = 0  # of the engine from outside while it ran, with no token between them
     num_tokens_at_crash: int = -1
     arrived_s: float = field(default_factory=time.monotonic)
@@ -128,16 +129,16 @@ class Roster:
             flight.prompt_logprobs = scores
 
     def take_token(self, id: int, token: int, logprob: Scores | None = None) -> Flight | None:
-        """None for a flight that left already."""
+        """None for a flight that left already. Tells the reader of the first token only; of others the caller does."""
         flight = self._flights.get(id)
         if flight is None:
             return None
         if flight.first_token_s is None:
             flight.first_token_s = time.monotonic()
+            flight.changed.set()
         flight.tokens.append(token)
         if logprob is not None:
             flight.logprobs.append(logprob)
-        flight.changed.set()
         return flight
 
     def take_back(self, over: Over) -> bool:

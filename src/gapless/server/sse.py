@@ -19,6 +19,7 @@ from gapless.server.errors import ApiError, dump
 
 DONE = b"data: [DONE]\n\n"
 PIECE_BYTES = 256 * 2**10  # of a long answer, written at once: the socket takes many megabytes if it can, all in one go
+EVENTS_A_TURN = 16
 T = TypeVar("T")
 
 
@@ -58,14 +59,58 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            async for data in self._events:
-                await _write(send, data, self._write_timeout_s)
-        except ApiError as error:
-            await _write(send, self._on_error(error), self._write_timeout_s)
-        finally:
-            await _close(self._events)
+        with WriteLimit(self._write_timeout_s) as limit:
+            try:
+                num_events = 0
+                async for data in self._events:
+                    await limit.write(send, data)
+                    num_events += 1
+                    if num_events % EVENTS_A_TURN == 0:
+                        await asyncio.sleep(0)  # others have their turn
+            except ApiError as error:
+                await limit.write(send, self._on_error(error))
+            finally:
+                await _close(self._events)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class WriteLimit:
+    """Ends a task whose client takes nothing for too long: such a client is as good as gone.
+
+    There is one timer for all writes of the task. To set one for each would cost more than the write.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._began_s: float | None = None  # of the write that is not over
+        self._is_hit = False
+
+    def __enter__(self) -> WriteLimit:
+        self._task = asyncio.current_task()
+        self._look()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        self._timer.cancel()
+        if self._is_hit and kind is asyncio.CancelledError:
+            assert self._task is not None
+            self._task.uncancel()
+            raise ClientGone from None
+
+    async def write(self, send: Send, data: bytes) -> None:
+        """Wait until the client has room for it."""
+        self._began_s = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._began_s = None
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        spent_s = 0.0 if self._began_s is None else loop.time() - self._began_s
+        if spent_s < self._timeout_s:
+            self._timer = loop.call_later(self._timeout_s - spent_s, self._look)
+        elif self._task is not None:
+            self._is_hit = True
+            self._task.cancel()
 
 
 class LongResponse(Response):
@@ -77,20 +122,11 @@ class LongResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with contextlib.suppress(ClientGone):
+        with contextlib.suppress(ClientGone), WriteLimit(self._write_timeout_s) as limit:
             for start in range(0, len(self.body), PIECE_BYTES):
-                await _write(send, bytes(self.body[start : start + PIECE_BYTES]), self._write_timeout_s)
+                await limit.write(send, bytes(self.body[start : start + PIECE_BYTES]))
+                await asyncio.sleep(0)  # others have their turn
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _write(send: Send, data: bytes, timeout_s: float) -> None:
-    """Wait until the client has room for it; one that takes nothing for too long is as good as gone."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-    except TimeoutError:
-        raise ClientGone from None
-    await asyncio.sleep(0)
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

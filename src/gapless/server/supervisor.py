@@ -21,6 +21,7 @@ from gapless.core.outcome import how_over
 from gapless.core.params import SamplingParams, derive_seed
 from gapless.errors import GaplessError
 from gapless.server.channel import Disconnected
+from gapless.server.doorbell import Doorbell
 from gapless.server.engine_child import EngineChild, describe_exit
 from gapless.server.messages import (
     AbortFlight,
@@ -67,6 +68,7 @@ class Supervisor:
     ) -> None:
         self.options = options
         self.roster = Roster(2 if options.depth == "auto" else options.depth)
+        self._doorbell = Doorbell()
         self.info: Ready | None = None  # of the latest engine that was ready
         self.pulse: EnginePulse | None = None  # the latest, of the engine that runs
         self.num_restarts = 0
@@ -291,10 +293,12 @@ class Supervisor:
         for id, scores in news.prompt_logprobs.items():
             self.roster.take_prompt_logprobs(id, scores)
         for index, (id, token) in enumerate(zip(news.ids, news.tokens, strict=True)):
-            self.roster.take_token(id, token, news.logprobs.get(index))
+            if (flight := self.roster.take_token(id, token, news.logprobs.get(index))) is not None:
+                self._doorbell.line_up(flight)
         for over in news.over:
             if not self.roster.take_back(over):
                 self._end(over)
+        self._doorbell.ring()
         if in_quarantine:
             if (heard := self.roster.due_back()) is not None:
                 self._send(AbortFlight(heard.id))
