@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from gapless.server.roster import Flight
 
-READER_S = 60e-6  # of the event loop's time for one wake-up: a reader takes about 40 us of it, and others need the rest
+READER_S = 80e-6  # of the event loop's time for one wake-up: a reader takes about 40 us of it, and others need the rest
 MOST_AT_ONCE = 64  # after a quiet time
 
 
