@@ -510,15 +510,24 @@ def test_a_long_text_is_tokenized_while_others_run(tiny_llm: LLM) -> None:
 def test_who_speaks_next_is_passed_on_to_the_template(values: dict[str, Any], passed: dict[str, Any]) -> None:
     asked: list[dict[str, Any]] = []
 
-    class FakeService:
-        """Knows what it was asked to encode, and goes no further."""
+    class Obliging:
+        """Agrees to whatever it is asked."""
 
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **options: None
 
-        async def encode_chat(self, messages: Any, **options: Any) -> list[int]:
+    class FakePrompts(Obliging):
+        """Knows what it was asked to encode, and goes no further."""
+
+        def template_values(self, given: Any, param: str) -> dict[str, Any]:
+            return {}
+
+        async def encode_chat(self, messages: Any, *, tools: Any, **options: Any) -> list[int]:
             asked.append(options)
             raise InvalidRequest("enough")
+
+    class FakeService(Obliging):
+        prompts = FakePrompts()
 
     body = ChatRequest(messages=[ChatMessage(role="user", content="Hello")], **values)
     with pytest.raises(InvalidRequest, match="enough"):
