@@ -78,6 +78,8 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(news.put_nowait, item)
 
         for request in job.requests:
+            if (grammar := self._client.engine.compile(request.params)) is not None:
+                await asyncio.wrap_future(grammar)
             self._client.engine.submit(request, deliver)
         try:
             while True:

@@ -20,6 +20,7 @@ from gapless.commands.arguments import CommandParser
 from gapless.config import EngineOptions, log_level
 from gapless.core.params import SamplingParams
 from gapless.errors import GaplessError, OutputError
+from gapless.shape_flags import add_shape_flags, shape_of_flags
 
 SAMPLING_HELP = {
     "max_tokens": "most tokens to generate",
@@ -216,6 +217,7 @@ def add_sampling_options(
     group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
     group.add_argument("--stop-token-id", action="append", type=int, metavar="ID", help="end at this token; repeatable")
     group.add_argument("--sampling-seed", type=int, metavar="N", help="same seed, same tokens")
+    add_shape_flags(parser)
 
 
 def _add_flag(group: Any, name: str, default: Any, text: str, owner: type) -> None:
@@ -251,6 +253,7 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
     """Sampling parameters that were set by flags."""
     values = {name: getattr(args, name, None) for name in SAMPLING_HELP}
     values |= {"stop": args.stop, "stop_token_ids": args.stop_token_id, "seed": args.sampling_seed}
+    values |= {"structured": shape_of_flags(args)}
     found = {name: value for name, value in values.items() if value is not None}
     SamplingParams.from_dict(found)
     return found

@@ -82,6 +82,7 @@ class LLM:
         shown_ids: special tokens that are part of the text, such as the tags of tool calls.
         """
         tokens, checked = self._encode(prompt), check_params(params)
+        self._compile([checked])
         return self._stream(self._client.prepare(tokens, checked, streams=True, shown_ids=shown_ids))
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
@@ -150,7 +151,14 @@ class LLM:
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         return self._client.encode(prompt)
 
+    def _compile(self, params: Sequence[SamplingParams]) -> None:
+        """Wait until every grammar is compiled. Raises InvalidRequest for one that cannot be used."""
+        for index, future in enumerate([self.engine.compile(item) for item in params]):
+            if future is not None:
+                _named(index, len(params), lambda each: each.result(), future)
+
     def _generate(self, prompts: list[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+        self._compile(params)
         prepare = self._client.prepare
         jobs = [
             _named(i, len(prompts), lambda pair: prepare(pair[0], pair[1], streams=False), pair)

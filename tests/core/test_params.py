@@ -13,6 +13,7 @@ from gapless.core.params import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_IDS, MAX_STO
 from gapless.errors import GaplessError, InvalidRequest
 
 BIG = 2**31
+END = "the regex says where to end"
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens must be between 1 and 2147483647, got 0"),
     ({"max_tokens": -3}, "max_tokens must be between 1 and 2147483647, got -3"),
@@ -69,6 +70,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 0}, "best_of must be between 1 and 1024, got 0"),
     ({"best_of": True}, "best_of must be a whole number, got True"),
     ({"n": 3, "best_of": 2}, "best_of must be at least n = 3, got 2"),
+    ({"structured": "regex"}, "structured must be an object such as {'regex': ...}, got 'regex'"),
+    (
+        {"structured": {"regex": "a"}, "ignore_eos": True},
+        "ignore_eos contradicts structured: " + END,
+    ),
+    ({"structured": {"regex": "a"}, "min_tokens": 1}, "min_tokens contradicts structured: " + END),
     ({"logprobs": -1}, "logprobs must be between 0 and 20, got -1"),
     ({"logprobs": MAX_LOGPROBS + 1}, "logprobs must be between 0 and 20, got 21"),
     ({"logprobs": True}, "logprobs must be a whole number, got True"),

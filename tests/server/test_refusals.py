@@ -25,7 +25,7 @@ TEXT = {"type": "text", "text": "Hello"}
         ({"presence_penalty": -3}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"best_of": 5}, "best_of"),
         ({"best_of": 2.0}, "best_of"),

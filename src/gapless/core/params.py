@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from gapless.core.structured import Structured, read_structured
 from gapless.errors import InvalidRequest
 
 MAX_STOP_IDS = 16  # stop token ids of one request, the model's end-of-sequence ids included
@@ -42,6 +43,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     n: int = 1  # completions to return, each with a seed of its own
     best_of: int | None = None  # completions to generate; the n with the highest mean log-probability are returned
+    structured: Structured | None = None  # the shape of the text; may be given as a mapping, {"regex": "[0-9]+"}
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -70,6 +72,9 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         _check_choices(self.n, self.best_of)
+        if self.structured is not None:
+            object.__setattr__(self, "structured", read_structured(self.structured))
+            _check_ends(self.structured, self.min_tokens, self.ignore_eos)
 
     @property
     def has_penalties(self) -> bool:
@@ -153,6 +158,17 @@ def _check_choices(n: Any, best_of: Any) -> None:
         _integer("best_of", best_of, 1, MAX_CHOICES)
         if best_of < n:
             raise InvalidRequest(f"best_of must be at least n = {n}, got {best_of}", "best_of")
+
+
+def _check_ends(structured: Structured, min_tokens: int, ignore_eos: bool) -> None:
+    """The shape alone says where a text may end. Free text around structural tags may be kept from ending."""
+    if structured.kind == "structural_tag":
+        return
+    for name, given in (("min_tokens", min_tokens > 0), ("ignore_eos", ignore_eos)):
+        if given:
+            raise InvalidRequest(
+                f"{name} contradicts {structured.param}: the {structured.kind} says where to end", name
+            )
 
 
 def _suggest(name: str, known: list[str]) -> str:

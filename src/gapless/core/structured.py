@@ -70,15 +70,18 @@ def _whitespace(given: Mapping[str, Any], param: str) -> str | None:
     if given.get("disable_any_whitespace", True) is not True:
         raise InvalidRequest(f"{param}: disable_any_whitespace must be true or false", param)
     pattern = given.get("whitespace_pattern")
-    return "" if "disable_any_whitespace" in given else None if pattern is None else _regex(pattern, param, param)
+    if "disable_any_whitespace" in given or pattern == "":
+        return ""
+    return None if pattern is None else _regex(pattern, f"{param}: whitespace_pattern", param)
 
 
 # -- one reader a kind: (what was given, its name in errors, the parameter) -> text --------------------------------
 
 
 def _schema(value: Any, name: str, param: str) -> str:
-    """A schema as an object, or as its JSON text."""
-    return _dump(_parsed(value, name, param) if isinstance(value, str) else value, name, param, (dict, bool))
+    """A schema as an object, or as its JSON text. True is the schema of everything."""
+    schema = _parsed(value, name, param) if isinstance(value, str) else value
+    return _dump({} if schema is True else schema, name, param, dict)
 
 
 def _json_object(value: Any, name: str, param: str) -> str:
@@ -146,9 +149,9 @@ def _parsed(text: str, name: str, param: str) -> Any:
         raise InvalidRequest(f"{name} is not JSON: {error}", param) from None
 
 
-def _dump(value: Any, name: str, param: str, kinds: type | tuple[type, ...]) -> str:
+def _dump(value: Any, name: str, param: str, kind: type) -> str:
     """A value as JSON, in the order in which it was given: properties come in that order in the text."""
-    if not isinstance(value, kinds):
+    if not isinstance(value, kind):
         raise InvalidRequest(f"{name} must be an object, got {_shown(value)}", param)
     _measure(value, name, param)
     try:

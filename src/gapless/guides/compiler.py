@@ -54,6 +54,7 @@ class Compiler:
                 self._kept.move_to_end(structured)
                 return found
             future = Future[Grammar]()
+            future.set_running_or_notify_cancel()  # others may wait for it too: nobody can cancel it
             self._keep(structured, future)
             if self._num_threads < NUM_THREADS:
                 self._add_thread()

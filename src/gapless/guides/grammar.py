@@ -5,6 +5,7 @@ A compiled grammar is a matcher in its first state, whose first mask is known. A
 
 from __future__ import annotations
 
+import random
 import re
 
 import numpy as np
@@ -24,6 +25,7 @@ LIMITS = LLParserLimits(
     max_grammar_size=300_000,
     verbose_errors=False,
 )
+NUM_TRIED = 4  # tokens of a first text
 _STATE = re.compile("<non-verbose/>|<backtrace>|<state>")  # what follows is not for clients
 
 
@@ -36,12 +38,23 @@ class Grammar:
         self._num_words = vocabulary.num_words
         self._first = LLMatcher(vocabulary.tokenizer, source_of(structured, vocabulary), log_level=0, limits=LIMITS)
         self._check()
-        self._first.compute_bitmask()  # builds what every guide of the grammar needs first, and finds what is too slow
-        self._check()
+        self._try()
 
     def guide(self) -> GrammarGuide:
         """A guide at the begin of a text."""
         return GrammarGuide(self._first.deep_copy(), self._structured, self._num_words)
+
+    def _try(self) -> None:
+        """Walk a few tokens into a random text and back: builds what guides need first, and finds what is too slow."""
+        matcher, draw = self._first, random.Random(0)
+        for _ in range(NUM_TRIED):
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            self._check()
+            if matcher.is_stopped():
+                break
+            matcher.consume_token(draw.choice(np.flatnonzero(np.unpackbits(mask, bitorder="little"))).item())
+        matcher.reset()
+        self._check()
 
     def _check(self) -> None:
         if self._first.is_error():
@@ -57,16 +70,13 @@ class GrammarGuide:
         self.matcher = matcher
         self._structured = structured
         self.num_words = num_words  # of the masks that the matcher fills
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing but the end can come."""
-        return self.matcher.is_stopped()
+        self.is_over = False  # nothing but the end can come
 
     def advance(self, tokens: npt.NDArray[np.int32]) -> None:
         if len(tokens):
             self.matcher.consume_tokens(tokens.tolist())
             self.check()
+            self.is_over = self.matcher.is_stopped()
 
     def fill(self, out: npt.NDArray[np.int32]) -> None:
         mask = out if len(out) == self.num_words else np.empty(self.num_words, np.int32)

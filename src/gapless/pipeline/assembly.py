@@ -15,6 +15,8 @@ from gapless.config import EngineOptions
 from gapless.core.pace import Pace
 from gapless.core.request import Request
 from gapless.core.scheduler import Scheduler
+from gapless.guides.compiler import Compiler
+from gapless.guides.vocabulary import load_vocabulary
 from gapless.models.source import ModelSource
 from gapless.pipeline.checked import CheckedExecutor
 from gapless.pipeline.depth import AUTO_DEPTHS, AutoDepth, FixedDepth
@@ -34,6 +36,7 @@ class Assembly:
     depth: Depth
     recorder: Recorder
     executor: Executor
+    compiler: Compiler
 
 
 def put_together(
@@ -52,7 +55,9 @@ def put_together(
     depth: Depth = FixedDepth(int(options.depth)) if fixed else AutoDepth()
     executor = _make_executor(options, built, scheduler, recorder, int(options.depth) if fixed else max(AUTO_DEPTHS))
     built.device.late.ready()
-    return Assembly(built, scheduler, depth, recorder, executor)
+    model = built.resolved.model
+    compiler = Compiler(partial(load_vocabulary, source, model.vocab_size, model.eos_token_ids))
+    return Assembly(built, scheduler, depth, recorder, executor, compiler)
 
 
 def _make_recorder(options: EngineOptions, built: Built, scheduler: Scheduler, traced_steps: int | None) -> Recorder:

@@ -12,6 +12,8 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams, derive_seed
@@ -19,7 +21,8 @@ from gapless.core.request import IntArray, Request
 from gapless.errors import EngineClosed, InvalidRequest
 from gapless.models.source import ModelSource
 from gapless.pipeline.assembly import put_together
-from gapless.pipeline.inbox import Abort, Close, Deliver, Ping, Submit, call_safely
+from gapless.pipeline.grammars import Grammars
+from gapless.pipeline.inbox import Abort, Close, Compiled, Deliver, Ping, Submit, call_safely
 from gapless.pipeline.intake import make_request
 from gapless.pipeline.loop import run_loop
 from gapless.pipeline.monitor import Monitor
@@ -46,12 +49,13 @@ class Engine:
     ) -> None:
         """traced_steps: how many steps a trace has at most; the last ones."""
         self.options = options
-        self._inbox: queue.SimpleQueue[Submit | Abort | Ping | Close] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Submit | Abort | Ping | Compiled | Close] = queue.SimpleQueue()
         self._subscribers = Subscribers(self.abort)
         self._parts = put_together(options, source, self._subscribers.announce, progress, traced_steps)
         self.resolved = self._parts.built.resolved
         self.monitor = Monitor(options, self._parts)
         self._scheduler = self._parts.scheduler
+        self._grammars = Grammars(self._parts.compiler, self._scheduler, lambda r: self._inbox.put(Compiled(r)))
         self._pid = os.getpid()
         self._num_turns = 0
         self._idle = False
@@ -86,6 +90,17 @@ class Engine:
             self._num_requests += 1  # only now: who was refused leaves no trace in the seeds of others
         return found
 
+    def compile(self, params: SamplingParams) -> Future[Any] | None:
+        """Begin to compile the grammar of these parameters, if they have one. A failure is InvalidRequest.
+
+        Nobody has to call this: a request waits for its grammar. But who does learns early whether it can be used.
+        """
+        return self._grammars.start(params)
+
+    def prepare_grammars(self) -> None:
+        """Load what the first grammar needs, in the background."""
+        self._parts.compiler.prepare()
+
     def submit(self, request: Request, deliver: Deliver, on_start: Callable[[], None] | None = None) -> None:
         """Queue a request. `deliver` gets its Progress, if it streams, and at the end one Finished.
 
@@ -96,6 +111,7 @@ class Engine:
             if self._closing:
                 raise EngineClosed("the engine is closed") from self._error
             self._inbox.put(Submit(request, deliver, on_start))
+        self._grammars.start(request.params)  # meanwhile the loop finishes its step
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request soon; its Finished comes as for any other. Unknown ids are ignored."""
@@ -144,6 +160,7 @@ class Engine:
         finally:
             parts.executor.close()
             parts.recorder.close()
+            parts.compiler.close()
 
     def _admit(self, idle: bool) -> bool:
         """Take in what callers sent, waiting for it when idle; False when the engine is to stop."""
@@ -167,6 +184,8 @@ class Engine:
                         self._subscribers.end(finished)
                 case Ping(answer):
                     call_safely(answer)
+                case Compiled(request):
+                    self._attend(request)
                 case Close():
                     for finished in self._scheduler.abort_all():
                         self._subscribers.end(finished)
@@ -179,6 +198,11 @@ class Engine:
             refuse(message, error)
         else:
             self._subscribers.add(message)
+            self._attend(message.request)
+
+    def _attend(self, request: Request) -> None:
+        if (finished := self._grammars.attend(request)) is not None:
+            self._subscribers.end(finished)
 
     def _die(self, error: BaseException) -> None:
         """Nobody waits for ever: fail what runs, what waits, and what is still in the inbox.

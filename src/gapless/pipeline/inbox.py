@@ -39,6 +39,13 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    """Inbox: the grammar that a request waits for is there, or is refused."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Inbox: end everything."""
 

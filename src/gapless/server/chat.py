@@ -144,7 +144,7 @@ async def answer_chat(service: Service, body: ChatRequest, client: str) -> ChatA
     params = service.params(body, max_tokens, body.stop, **more)
     tells_all = bool(body.return_token_ids)
     plan = PromptPlan(prompt, params, tells_all=tells_all, by_default=wanted is None, shown=replies.shown)
-    generation = service.start([plan], body.timeout, client)
+    generation = await service.start([plan], body.timeout, client)
     return ChatAnswer(generation, body, model, service.token_texts(body.return_tokens_as_token_ids), replies)
 
 

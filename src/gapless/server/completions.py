@@ -118,7 +118,7 @@ async def answer_completion(service: Service, body: CompletionRequest, client: s
         plans.append(PromptPlan(prompt, service.params(body, max_tokens, body.stop, **more), shows_tokens=wanted > 0))
     texts = [await service.prompts.decode(prompt) for prompt in prompts] if body.echo else []
     echoes = [text for text in texts for _ in range(body.n or 1)]
-    generation = service.start(plans, body.timeout, client)
+    generation = await service.start(plans, body.timeout, client)
     return CompletionAnswer(generation, body, model, echoes, service.token_texts(body.return_tokens_as_token_ids))
 
 

@@ -21,15 +21,18 @@ import struct
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from gapless.child import become_child
 from gapless.config import EngineOptions
 from gapless.core.outcome import Finished, Progress, TokenLogprob, prompt_logprobs
+from gapless.core.params import SamplingParams
 from gapless.core.request import Request
+from gapless.core.structured import Structured
 from gapless.errors import EngineClosed, GaplessError, InvalidRequest, StepFailed
 from gapless.garbage import collect_rarely
 from gapless.models.source import resolve
@@ -38,8 +41,10 @@ from gapless.server.channel import ChildChannel, Disconnected
 from gapless.server.messages import (
     AbortFlight,
     CloseEngine,
+    CompileGrammar,
     EnginePulse,
     Failed,
+    GrammarChecked,
     LaneSpan,
     LaneTimes,
     LoadFailed,
@@ -78,7 +83,7 @@ class Scored:
 
 
 Token = tuple[int, int, TokenLogprob | None]
-Item = Token | Scored | Over | Pong
+Item = Token | Scored | Over | Pong | GrammarChecked
 
 
 def main(socket_fd: int, started_fd: int) -> None:
@@ -153,6 +158,7 @@ class EngineProcess:
     def run(self) -> None:
         """Serve until the parent says close or is gone."""
         self._channel.send(describe(self._engine))
+        self._engine.prepare_grammars()
         for name, target in (("sender", self._send_news), ("pulse", self._send_pulses)):
             threading.Thread(target=_or_exit, args=(target,), name=f"gapless-{name}", daemon=True).start()
         while not isinstance(message := self._channel.receive(), CloseEngine):
@@ -169,6 +175,8 @@ class EngineProcess:
                     self._engine.abort(request.id)
             case PingLoop(id):
                 self._engine.ping(partial(self._outbox.put, Pong(id)))
+            case CompileGrammar(id, structured):
+                self._compile(id, structured)
             case ReadTimeline(id, seconds):
                 self._channel.send(LaneTimes(id, *read_timeline(self._engine.monitor, seconds)))
             case _:
@@ -187,6 +195,17 @@ class EngineProcess:
             self._outbox.put(Over(message.id, "invalid", error=str(error), param=error.param))
         except EngineClosed as error:
             self._fail(error)
+
+    def _compile(self, id: int, structured: Structured) -> None:
+        """Answer when the grammar is compiled, from whichever thread that is."""
+        future = self._engine.compile(SamplingParams(structured=structured))
+        assert future is not None
+
+        def answer(done: Future[Any]) -> None:
+            error = done.exception()
+            self._outbox.put(GrammarChecked(id, None if error is None else str(error)))
+
+        future.add_done_callback(answer)
 
     # -- loop's thread -----------------------------------------------------------------------------------------------
 
@@ -213,7 +232,10 @@ class EngineProcess:
         del self._requests[id]
         self._scored.discard(id)
         error = str(news.error) if news.error is not None else None
-        self._outbox.put(Over(id, news.reason, news.request.num_cached, error))
+        if isinstance(news.error, InvalidRequest):  # its grammar turned out to be too complex
+            self._outbox.put(Over(id, "invalid", news.request.num_cached, error, news.error.param))
+        else:
+            self._outbox.put(Over(id, news.reason, news.request.num_cached, error))
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Last words. The parent starts another engine, in which everybody goes on; a suspect twice, alone."""
@@ -231,7 +253,7 @@ class EngineProcess:
             except queue.Empty:
                 self._channel.send(self._news(items))
             for item in items:
-                if isinstance(item, Pong):
+                if isinstance(item, Pong | GrammarChecked):
                     self._channel.send(item)
 
     def _news(self, items: list[Item]) -> News:

@@ -14,6 +14,7 @@ import msgspec
 
 from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
+from gapless.core.structured import Structured
 
 LaneSpan = tuple[float, float, str]  # begin and end, in seconds before now, and what it was
 Scores = bytes  # log-probabilities of a token, or of some in a row, packed: most of the time they are only passed on
@@ -56,11 +57,16 @@ class ReadTimeline(WireMessage, frozen=True):
     seconds: float
 
 
+class CompileGrammar(WireMessage, frozen=True):
+    id: int
+    structured: Structured
+
+
 class CloseEngine(WireMessage, frozen=True):
     """End."""
 
 
-ToEngine = Start | SubmitFlight | AbortFlight | PingLoop | ReadTimeline | CloseEngine
+ToEngine = Start | SubmitFlight | AbortFlight | PingLoop | ReadTimeline | CompileGrammar | CloseEngine
 
 
 # -- from the engine process -------------------------------------------------------------------------------------------
@@ -119,6 +125,13 @@ class Pong(WireMessage, frozen=True):
     id: int
 
 
+class GrammarChecked(WireMessage, frozen=True):
+    """A grammar was compiled, or is refused."""
+
+    id: int
+    refusal: str | None = None
+
+
 class EnginePulse(WireMessage, frozen=True):
     """Sent every fraction of a second by a thread that is not the loop's."""
 
@@ -155,7 +168,7 @@ class Log(WireMessage, frozen=True):
     message: str
 
 
-FromEngine = Loading | LoadFailed | Ready | News | Pong | EnginePulse | LaneTimes | Failed | Log
+FromEngine = Loading | LoadFailed | Ready | News | Pong | GrammarChecked | EnginePulse | LaneTimes | Failed | Log
 
 
 def pack_scores(scores: Sequence[TokenLogprob | None]) -> Scores:

@@ -77,6 +77,15 @@ class Sampling(Body):
         None, description="keep the stop string, or the stop token's text, in the text"
     )
     ignore_eos: bool | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="one of json, json_object, regex, choice, grammar, structural_tag (docs/structured.md)"
+    )
+    guided_json: str | dict[str, Any] | None = Field(None, description="a JSON schema; older spelling of vLLM")
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = Field(None, description="Lark, or GBNF")
+    guided_whitespace_pattern: str | None = None
+    structural_tag: str | dict[str, Any] | None = Field(None, description="free text in which tags open a shape")
     stream: bool | None = None
     timeout: Annotated[float, Field(gt=0)] | None = Field(None, description="seconds; at most the server's own limit")
 
@@ -90,6 +99,9 @@ class Choosing(Sampling):
     )
     stop: str | list[str] | None = None
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = Field(
+        None, description='{"type": "text"}, "json_object", "json_schema" or "structural_tag"'
+    )
     echo: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = Field(
         None, description="log-probabilities of the prompt's tokens, and of so many of the likeliest; not in a stream"
@@ -138,6 +150,7 @@ class ResponsesRequest(Sampling):
     metadata: dict[str, str] | None = None
     stream_options: StreamOptions | None = None
     reasoning: ReasoningOptions | None = None
+    text: dict[str, Any] | None = Field(None, description='{"format": {"type": "json_schema", "schema": {...}}}')
     include: list[str] | None = Field(None, description='may have "message.output_text.logprobs"')
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     user: str | None = None

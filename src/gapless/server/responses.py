@@ -145,7 +145,7 @@ class ResponseAnswer:
             "service_tier": "default",
             "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}} | (body.text or {}),
             "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
             "tools": [_told_tool(tool) for tool in self._replies.toolbox.tools],
             "top_logprobs": body.top_logprobs or 0,
@@ -187,7 +187,7 @@ async def answer_response(service: Service, body: ResponsesRequest, memory: Memo
     params = service.params(body, max_tokens, None, logprobs=logprobs)
     by_default = body.max_output_tokens is None
     plan = PromptPlan(prompt, params, tells_all=False, by_default=by_default, shown=replies.shown)
-    generation = service.start([plan], body.timeout, client)
+    generation = await service.start([plan], body.timeout, client)
     return ResponseAnswer(generation, body, model, talk, memory, service.token_texts(), replies)
 
 

@@ -17,6 +17,8 @@ from typing import Any
 from gapless.core.choices import candidates, num_candidates
 from gapless.core.limits import all_stop_ids, check_room, check_tokens, check_top, check_vocabulary, most_tokens
 from gapless.core.params import SamplingParams
+from gapless.errors import InvalidRequest
+from gapless.server.checked_shapes import CheckedShapes
 from gapless.server.errors import ApiError, refused
 from gapless.server.generation import Choice, Generation
 from gapless.server.logprobs import TokenTexts
@@ -26,6 +28,7 @@ from gapless.server.prompts import PromptWriter
 from gapless.server.protocol import Choosing, Sampling
 from gapless.server.render_pool import RenderPool
 from gapless.server.roster import Flight
+from gapless.server.shapes import shape_of
 from gapless.server.supervisor import Supervisor
 from gapless.text.reply import find_reply_format
 from gapless.text.tokenizer import Tokenizer
@@ -85,6 +88,7 @@ class Service:
         self.prompts = PromptWriter(
             tokenizer, renderer, reply, lambda: self.info.max_model_len, allow_special_tokens=allow_special_tokens
         )
+        self._shapes = CheckedShapes(supervisor)
         self.created = int(time.time())
         self.draining = False
         self._clients: dict[int, str] = {}  # of flights that are not over, by id
@@ -171,7 +175,10 @@ class Service:
         if values.get("top_k") == -1:
             values["top_k"] = 0
         with refused():
-            params = SamplingParams.from_dict({**values, "max_tokens": max_tokens, "stop": stops})
+            shape = shape_of(body)
+            if shape is not None and self.tokenizer is None:
+                raise InvalidRequest(f"{shape.param} needs a tokenizer, which the model does not have", shape.param)
+            params = SamplingParams.from_dict({"structured": shape, **values, "max_tokens": max_tokens, "stop": stops})
             check_vocabulary(params, self.info.vocab_size)
             all_stop_ids(params, self.info.eos_token_ids, self.info.vocab_size)
         return params
@@ -204,9 +211,17 @@ class Service:
             message = f"{total} choices; the server allows {self.options.max_choices}"
             raise ApiError(400, message, param="n" if num_prompts == 1 else "prompt")
 
-    def start(self, plans: Sequence[PromptPlan], timeout_s: float | None, client: str) -> Generation:
-        """Send each candidate of each prompt to the engine. Raises ApiError when there is no room for them."""
-        self._admit(sum(num_candidates(plan.params) for plan in plans), client)
+    async def start(self, plans: Sequence[PromptPlan], timeout_s: float | None, client: str) -> Generation:
+        """Send each candidate of each prompt to the engine. Raises ApiError when there is no room for them.
+
+        And when a grammar cannot be used: that is known before the first byte of an answer.
+        """
+        count = sum(num_candidates(plan.params) for plan in plans)
+        self._admit(count, client)
+        for shape in dict.fromkeys(plan.params.structured for plan in plans):
+            if shape is not None:
+                await self._shapes.check(shape)
+        self._admit(count, client)
         changed = asyncio.Event()
         limit_s = min(timeout_s or self.options.request_timeout, self.options.request_timeout)
         choices: list[Choice] = []

@@ -19,6 +19,7 @@ from gapless.config import EngineOptions
 from gapless.core.limits import all_stop_ids, most_new_tokens
 from gapless.core.outcome import how_over
 from gapless.core.params import SamplingParams, derive_seed
+from gapless.core.structured import Structured
 from gapless.errors import GaplessError
 from gapless.server.channel import Disconnected
 from gapless.server.doorbell import Doorbell
@@ -26,9 +27,11 @@ from gapless.server.engine_child import EngineChild, describe_exit
 from gapless.server.messages import (
     AbortFlight,
     CloseEngine,
+    CompileGrammar,
     EnginePulse,
     Failed,
     FromEngine,
+    GrammarChecked,
     LaneTimes,
     LoadFailed,
     Loading,
@@ -41,6 +44,7 @@ from gapless.server.messages import (
     Ready,
     Start,
     SubmitFlight,
+    ToEngine,
     pack_tokens,
 )
 from gapless.server.roster import Flight, Roster
@@ -83,7 +87,7 @@ class Supervisor:
         self._closing = False
         self._num_flights = 0
         self._num_questions = 0
-        self._answers: dict[int, asyncio.Future[Pong | LaneTimes]] = {}
+        self._answers: dict[int, asyncio.Future[Pong | LaneTimes | GrammarChecked]] = {}
         self._child: EngineChild | None = None  # the latest
         self._blamed: Collection[int] = ()
         self._cause = ""
@@ -123,9 +127,14 @@ class Supervisor:
         answer = await self._ask(lambda id: ReadTimeline(id, seconds), timeout_s)
         return answer if isinstance(answer, LaneTimes) else None
 
+    async def check_grammar(self, structured: Structured, timeout_s: float) -> GrammarChecked | None:
+        """Whether the engine can compile it; None if the engine did not answer."""
+        answer = await self._ask(lambda id: CompileGrammar(id, structured), timeout_s)
+        return answer if isinstance(answer, GrammarChecked) else None
+
     async def _ask(
-        self, question: Callable[[int], PingLoop | ReadTimeline], timeout_s: float
-    ) -> Pong | LaneTimes | None:
+        self, question: Callable[[int], PingLoop | ReadTimeline | CompileGrammar], timeout_s: float
+    ) -> Pong | LaneTimes | GrammarChecked | None:
         if not self.is_ready:
             return None
         self._num_questions += 1
@@ -247,7 +256,7 @@ class Supervisor:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def _send(self, message: Start | SubmitFlight | AbortFlight | PingLoop | ReadTimeline | CloseEngine) -> None:
+    def _send(self, message: ToEngine) -> None:
         if self._child is not None:
             self._child.send(message)
 
@@ -265,7 +274,7 @@ class Supervisor:
                 self._take_news(message)
             case EnginePulse():
                 self._observe(message)
-            case Pong(id) | LaneTimes(id):
+            case Pong(id) | LaneTimes(id) | GrammarChecked(id):
                 if (answer := self._answers.get(id)) is not None and not answer.done():
                     answer.set_result(message)
             case Ready():
