@@ -64,6 +64,12 @@ def test_parameters_are_changed_by_name(capsys: Captured) -> None:
     assert 'parameters: top_k=5 stop=["x"]' in capsys.readouterr().err
 
 
+def test_values_of_parameters_may_have_spaces(capsys: Captured) -> None:
+    partner = ScriptedPartner(said("a"))
+    talk(partner, '/params stop=["a b", "c"] logit_bias={"5": -100} seed= temperature=1e-1', "a")
+    assert partner.params == [{"stop": ["a b", "c"], "logit_bias": {"5": -100}, "temperature": 0.1}]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

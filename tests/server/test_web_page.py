@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -204,6 +205,21 @@ def test_a_tool_call_is_shown_and_its_result_goes_back(page: Page, faulty: Serve
         {"role": "tool", "tool_call_id": "c2", "content": "noon"},
     ]
     assert page.run("document.querySelectorAll('textarea.result, .send_results').length") == 0
+
+
+def test_the_server_takes_tools_and_their_results(page: Page, faulty: Server) -> None:
+    """The tiny model calls nothing, so the first answer is a stub's; what is sent after it goes to the server."""
+    page.open(faulty.url)
+    page.run("window.first = window.fetch")
+    stub(page, [[call(0, '{"city": "Oslo"}', "c1", "get_weather")], [{}, "tool_calls"]])
+    page.run("document.getElementById('use_tools').click()")
+    put(page, "tools", '[{"name": "get_weather"}]')  # the engine of this server does not survive four braces
+    ask(page, "Weather?", 5)
+    page.wait("document.querySelectorAll('textarea.result').length === 1")
+    page.run("window.fetch = window.first; document.querySelector('textarea.result').value = 'rain'")
+    page.run("document.querySelector('.send_results').click()")
+    note = page.wait("document.querySelectorAll('.assistant small')[1]?.textContent")
+    assert re.match(r"[1-5] tokens, first after", note)
 
 
 def test_half_a_call_is_no_part_of_the_conversation(page: Page, faulty: Server) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from gapless.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from gapless.chat.session import Session
+
+_SETTING = re.compile(r"(\w+)=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +79,30 @@ def _params(session: Session, rest: str) -> None:
 
 
 def _changed(params: dict[str, Any], rest: str) -> dict[str, Any]:
-    """Parameters after `name=value ...`; a name without a value has its default again."""
+    """Parameters after `name=value ...`; a value is JSON or a word, and a name without one has its default again."""
     changed = dict(params)
-    for item in rest.split():
-        name, mark, value = item.partition("=")
-        if not mark:
-            raise InvalidRequest(f"write name=value, or name= for the default; got {item!r}")
-        if value:
-            changed[name] = _value(value)
+    while rest:
+        found = _SETTING.match(rest)
+        if found is None:
+            raise InvalidRequest(f"write name=value, or name= for the default; got {rest.split()[0]!r}")
+        value, rest = _value(rest[found.end() :])
+        if value == "":
+            changed.pop(found[1], None)
         else:
-            changed.pop(name, None)
+            changed[found[1]] = value
     return changed
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> tuple[Any, str]:
+    """The value at the beginning of a text, and the rest after it."""
     try:
-        return json.loads(text)
-    except ValueError:
-        return text
+        value, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        end = 0
+    if end == 0 or not (text[end:] == "" or text[end].isspace()):
+        value = "" if text[:1].isspace() else text.split(maxsplit=1)[0] if text else ""
+        end = len(value)
+    return value, text[end:].lstrip()
 
 
 def _show(session: Session, rest: str) -> None:
