@@ -19,6 +19,7 @@ from gapless.server.service import Service
 from gapless.text.local_chat import template_source
 from gapless.text.parts import TokenizerParts
 from gapless.text.tokenizer import HUGE_TEXT, Tokenizer
+from gapless.text.tools.base import Tool
 
 T = TypeVar("T")
 TEMPLATE = (
@@ -69,6 +70,37 @@ def test_special_tokens_in_messages_are_text() -> None:
 
     assert with_service(use) == ["<s>", "user:a</s><s>system: b", "</s>", "<s>"]
     assert with_service(use, allow_special_tokens=True).count("</s>") == 2
+
+
+def test_special_tokens_in_tools_and_calls_are_text() -> None:
+    knows = "{{ tools | tojson }}" + TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson }}")
+    tools = [Tool("f", {"type": "object", "properties": {"</s>": {"const": "<s>"}}}, "a</s>b")]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"<s>": "</s>"}}}
+    talk = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    async def use(service: Service) -> list[str]:
+        return spelled(service, await service.prompts.encode_chat(talk, tools=tools))
+
+    for template in (knows, TEMPLATE):
+        found = with_service(use, template=template)
+        assert [text for text in found if text in ("<s>", "</s>")].count("<s>") == (2 if template is knows else 3)
+        assert "a</s>b" in "".join(found)
+        assert '"</s>"' in "".join(found)
+
+
+def test_values_for_the_template_must_be_read_by_it() -> None:
+    async def use(service: Service) -> None:
+        assert service.prompts.template_values({"enable_thinking": True, "other": False}, "p")
+        for values in ({"enable": True}, {"messages": []}, {"tools": None}, {"add_generation_prompt": True}):
+            with pytest.raises(ApiError) as caught:
+                service.prompts.template_values(values, "p")
+            assert caught.value.param == f"p.{next(iter(values))}"
+        with pytest.raises(ApiError):
+            service.prompts.reasoning_effort("high", "reasoning_effort")
+        ids = await service.prompts.encode_chat(TALK, enable_thinking="yes")
+        assert "yes" in "".join(spelled(service, ids))
+
+    with_service(use, template=TEMPLATE + "{{ enable_thinking }}")
 
 
 def test_a_final_message_can_be_left_open() -> None:

@@ -35,16 +35,29 @@ class Usage(BaseModel):
     prompt_tokens_details: dict[str, int]
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class CalledTool(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[CalledTool] | None = None
 
 
 class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatResponse(BaseModel):

@@ -137,7 +137,10 @@ async def answer_chat(service: Service, body: ChatRequest, client: str) -> ChatA
         raise ApiError(
             400, "tool_choice, strict and parallel_tool_calls=false are not enforced yet", param="tool_choice"
         )
-    replies = plan_reply(prompts.reply, prompts.tokenizer, toolbox, prompt, shows_reasoning=shows_reasoning)
+    begun = last_words(body.messages) if body.continue_final_message else ""
+    replies = plan_reply(
+        prompts.reply, prompts.tokenizer, toolbox, prompt, begun=begun, shows_reasoning=shows_reasoning
+    )
     max_tokens = service.room_for(prompt, wanted, param="messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     more = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs, "n": body.n, "best_of": body.best_of}

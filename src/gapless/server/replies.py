@@ -53,14 +53,15 @@ def plan_reply(
     toolbox: Toolbox,
     prompt: Sequence[int],
     *,
+    begun: str = "",
     shows_reasoning: bool = True,
 ) -> ReplyPlan:
-    """For the replies to a prompt."""
+    """For the replies to a prompt. begun: the part of the reply that the prompt has already."""
     return ReplyPlan(
         format,
         toolbox,
         format.shown_ids(tokenizer, with_tools=bool(toolbox.offered)),
-        format.is_reasoning(tokenizer, prompt),
+        format.is_reasoning(tokenizer, prompt, begun),
         shows_reasoning,
     )
 

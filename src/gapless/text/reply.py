@@ -40,10 +40,12 @@ class ReplyFormat:
         texts = {id: tokenizer.id_to_token(id) or "" for id in tokenizer.special_ids} if tags else {}
         return frozenset(id for id, text in texts.items() if text and any(text in tag for tag in tags))
 
-    def is_reasoning(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends with the beginning of a reasoning part."""
+    def is_reasoning(self, tokenizer: Tokenizer, prompt: Sequence[int], begun: str = "") -> bool:
+        """Whether a reply begins inside a reasoning part. begun: the part of it that the prompt has already."""
         if self.reasoning is None:
             return False
+        if self.reasoning.is_open(begun):
+            return True
         text = tokenizer.decode(prompt[-NUM_LAST_TOKENS:], skip_special_tokens=False)
         return text.rstrip().endswith(self.reasoning.begin.rstrip())
 
