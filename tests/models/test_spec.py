@@ -12,7 +12,7 @@ from gapless.models.config import ModelConfig
 from gapless.models.layers import PlainLayers
 from gapless.models.registry import hf_config
 from gapless.models.rope_config import RopeConfig
-from gapless.models.spec import Feature, LayerSpec, attention_features, lacking
+from gapless.models.spec import NATIVE, Feature, LayerSpec, attention_features, lacking
 from gapless.native import library
 from gapless.runner.native import why_not
 
@@ -63,8 +63,10 @@ def test_features(config: ModelConfig, expected: set[Feature]) -> None:
 
 
 @pytest.mark.parametrize(("config", "expected"), CASES[1:], ids=[str(sorted(expected)) for _, expected in CASES[1:]])
-def test_the_native_step_has_none_of_them(config: ModelConfig, expected: set[Feature]) -> None:
-    assert why_not(torch.float32, config) in expected
+def test_the_native_step_says_what_it_lacks(config: ModelConfig, expected: set[Feature]) -> None:
+    lacks = expected - NATIVE
+    assert lacks <= {Feature.EXPERTS, Feature.MIXED_SIZES}
+    assert why_not(torch.float32, config) == (lacks.pop() if lacks else library.why_unavailable())
 
 
 def test_the_native_step_runs_the_plain_decoder() -> None:

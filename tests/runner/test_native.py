@@ -230,7 +230,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(
         whole = llm.generate(prompts, params)
         runner: Any = llm.engine._parts.built.runner
         with torch.inference_mode():
-            (runner._model.rotary if is_native else runner._step.model.rotary[0].table)[30:] = torch.nan
+            (runner._model.rotary[0] if is_native else runner._step.model.rotary[0].table)[30:] = torch.nan
         late, unharmed, early = llm.generate(prompts, params)
     assert unharmed.token_ids == whole[1].token_ids
     assert (late.finish_reason, early.finish_reason) == ("error", "error")

@@ -17,7 +17,7 @@ from gapless.attention.base import Attend, AttentionBatch, Rotation
 from gapless.kernels.attention import decode, prefill, rotate_and_store
 from gapless.kernels.chunk_tiles import SIZE, cut
 from gapless.kernels.launch import HOPPER, beside, generation, gluon_kernels, pdl
-from gapless.models.spec import AttentionSpec, Feature, attention_features, lacking
+from gapless.models.spec import KERNELS, AttentionSpec, attention_features, lacking
 
 if TYPE_CHECKING:
     from gapless.kernels.hopper_prefill import HopperPrefill
@@ -94,7 +94,7 @@ class TritonAttention:
     @staticmethod
     def why_not(specs: Sequence[AttentionSpec]) -> str | None:
         """Why the kernels cannot attend as the specs say, or None. They take one scale for all layers."""
-        missing = lacking(attention_features(specs), {Feature.SCALE})
+        missing = lacking(attention_features(specs), KERNELS)
         return None if missing is None else f"the attention kernels have no {missing}"
 
     def _make_scratch(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from gapless.kernels.products import Workspace, embed, product, tiling_for
 from gapless.kernels.tilings import MAX_ROWS
 from gapless.models.config import ModelConfig
 from gapless.models.layers import GatedWeights, Hidden, Norm
-from gapless.models.spec import Feature, lacking
+from gapless.models.spec import FUSED_LAYERS, lacking
 from gapless.models.weight import Weight
 
 
@@ -43,7 +43,7 @@ class SkinnyLayers:
     @staticmethod
     def why_not(config: ModelConfig) -> str | None:
         """Why these parts do not make up the model, or None."""
-        missing = lacking(config.features(), {Feature.MIXED_ROPES, Feature.MIXED_SIZES, Feature.LOGIT_CAP})
+        missing = lacking(config.features(), FUSED_LAYERS)
         return None if missing is None else f"its layers have no {missing}"
 
     def embed(self, table: Weight, scale: float = 1.0) -> Callable[[Tensor], Hidden]:

@@ -12,7 +12,7 @@ from typing import Literal
 from gapless.models.rope_config import RopeConfig
 
 NormPlace = Literal["before", "after", "around"]
-HeadNorm = Literal["none", "each", "all", "layer"]
+HeadNorm = Literal["none", "each", "all", "layer"]  # native/model.h numbers them in this order, as the next ones
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
@@ -36,6 +36,12 @@ class Feature(StrEnum):
     POSITIONS = "learned positions"
     EMBEDDING_SCALE = "scaled embeddings"
     LOGIT_CAP = "soft caps of logits"
+
+
+# Which backend has which of them.
+KERNELS = frozenset({Feature.SCALE})  # attention by our kernels for GPUs, and by libraries
+FUSED_LAYERS = frozenset({Feature.MIXED_ROPES, Feature.MIXED_SIZES, Feature.LOGIT_CAP})  # for GPUs
+NATIVE = frozenset(Feature) - {Feature.EXPERTS, Feature.MIXED_SIZES}  # the CPU's step in C++
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 // Paged attention over float32 keys and values, for one token or a tile of them, and all query heads of one KV head.
 //
-// A row's positions are taken in spans of 64, always from 0 on, with a running softmax. So a token's result does not
-// depend on the tile it is in, nor on being a decode or part of a chunk. What lies past a row's end is never used.
+// A row's positions are taken in spans of 64, always the same ones, with a running softmax. So a token's result does not
+// depend on the tile it is in, nor on being a decode or part of a chunk: a span in which it sees nothing leaves no trace.
+// What lies past a row's end is never used.
 //
 // Keys of 16 places lie transposed, [head_dim][16], where blocks are made of whole sixteens: a query then meets 16 keys
 // at once. Otherwise keys lie like values, [place][head_dim], and each span is transposed as it is read.
@@ -49,6 +50,13 @@ struct Cache {
 struct QueryTile {
     int first_token, num_tokens, start;  // start: position of the first
     const int64_t* blocks;               // the row's table
+};
+
+// How a layer attends, beyond the plain softmax of all earlier positions.
+struct Manner {
+    int32_t window = 0;            // positions that a token sees, itself included; 0: all of them
+    float soft_cap = 0.0f;         // scores become cap * tanh(score / cap); 0: they stay
+    const float* sinks = nullptr;  // of each query head: a score that takes a share and has no value
 };
 
 // scores [MR][64] of MR queries with NR groups of keys
@@ -131,20 +139,24 @@ class Attention {
     // `q` are the first token's queries of this KV head, rotated and scaled; `out` its place for the results.
     template <class Output>
     void attend(
-        int layer, int kv_head, const QueryTile& tile, const float* q, long q_stride, Output* out, long out_stride
+        int layer, int kv_head, const QueryTile& tile, const Manner& manner, const float* q, long q_stride, Output* out,
+        long out_stride
     ) {
         const int num_rows = tile.num_tokens * heads_, head_dim = cache_.head_dim;
         for (int t = 0; t < tile.num_tokens; t++)
             memcpy(&queries_[(size_t)t * heads_ * head_dim], q + t * q_stride, heads_ * head_dim * sizeof(float));
         std::fill_n(out_.begin(), (size_t)num_rows * width_, 0.0f);
-        std::fill_n(highest_.begin(), num_rows, -INF);
-        std::fill_n(total_.begin(), num_rows, 0.0f);
+        for (int row = 0; row < num_rows; row++) {
+            highest_[row] = manner.sinks == nullptr ? -INF : manner.sinks[kv_head * heads_ + row % heads_];
+            total_[row] = manner.sinks == nullptr ? 0.0f : 1.0f;
+        }
         const int length = tile.start + tile.num_tokens;
-        for (int start = 0; start < length; start += SPAN) {
+        const int first = manner.window == 0 ? 0 : std::max(0, tile.start + 1 - manner.window);
+        for (int start = first / SPAN * SPAN; start < length; start += SPAN) {
             const int count = std::min(SPAN, length - start);
             find(layer, kv_head, tile.blocks, start, count);
             for (int row = 0; row < num_rows; row += TILE_ROWS)
-                advance(row, std::min(TILE_ROWS, num_rows - row), tile.start - start, count);
+                advance(row, std::min(TILE_ROWS, num_rows - row), tile.start - start, count, manner);
         }
         for (int row = 0; row < num_rows; row++) {
             Output* to = out + row / heads_ * out_stride + row % heads_ * head_dim;
@@ -193,13 +205,14 @@ class Attention {
     }
 
     // Takes `rows` queries through the span. `ahead`: the tile's first position, counted from the span's.
-    void advance(int first, int rows, int ahead, int count) {
+    void advance(int first, int rows, int ahead, int count, const Manner& manner) {
         const int groups = (count + LANES - 1) / LANES;
         alignas(64) float shares[TILE_ROWS * SPAN];
         score_for(rows, groups, Shapes())(&queries_[(size_t)first * cache_.head_dim], cache_.head_dim, key_groups_, shares);
         for (int m = 0; m < rows; m++) {
-            const int row = first + m;
-            soften(row, shares + m * SPAN, groups, std::min(count, ahead + row / heads_ + 1));
+            const int row = first + m, end = ahead + row / heads_ + 1;
+            const int begin = manner.window == 0 ? 0 : std::max(0, end - manner.window);
+            soften(row, shares + m * SPAN, groups, begin, std::min(count, end), manner.soft_cap);
         }
         for (int column = 0; column < width_; column += SPAN) {
             const int wide = std::min(GROUPS, (width_ - column) / LANES);
@@ -207,17 +220,19 @@ class Attention {
         }
     }
 
-    // Scores to shares: those past the first `seen` are 0, whatever was there.
-    void soften(int row, float* shares, int groups, int seen) {
+    // Scores to shares: those outside `begin` to `end` are 0, whatever was there.
+    void soften(int row, float* shares, int groups, int begin, int end, float cap) {
         vec x[GROUPS];
         vec most = fill(-INF);
-        for (int n = 0; n < groups; n++) {
-            x[n] = first_lanes(load(shares + n * LANES), seen - n * LANES, -INF);
-            most = max(x[n], most);
-        }
-        if (seen <= 0) {
+        if (begin >= end) {
             for (int n = 0; n < groups; n++) store(shares + n * LANES, vec{});
             return;
+        }
+        for (int n = 0; n < groups; n++) {
+            const vec scores = load(shares + n * LANES), capped = cap == 0.0f ? scores : soft_cap(scores, cap);
+            x[n] = first_lanes(capped, end - n * LANES, -INF);
+            if (begin > 0) x[n] = lanes_from(x[n], begin - n * LANES, -INF);
+            most = max(x[n], most);
         }
         const float highest = std::max(highest_[row], largest(most));
         const float kept = exp(fill(highest_[row] - highest))[0];

@@ -25,8 +25,9 @@ SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread")
 BUILD_TIME_S = 300.0  # past this a compiler is taken to hang
 PARTS = (
-    *("EMBEDDING", "HEAD", "LAST_NORM", "FIRST_NORM", "SECOND_NORM"),
-    *("QKV", "OUT", "GATE", "UP", "DOWN", "Q_NORM", "K_NORM"),
+    *("EMBEDDING", "POSITIONS", "HEAD", "LAST_NORM", "LAST_NORM_BIAS"),
+    *("FIRST_NORM", "FIRST_NORM_BIAS", "SECOND_NORM", "SECOND_NORM_BIAS", "FIRST_AFTER", "SECOND_AFTER"),
+    *("QKV", "OUT", "GATE", "UP", "DOWN", "Q_NORM", "K_NORM", "SINKS"),
 )  # model.h has the same list
 
 
@@ -35,8 +36,18 @@ class CShape(Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")),
-        *((name, c_int32) for name in ("head_dim", "inner_size", "tied", "qk_norm")),
-        ("eps", c_float),
+        *((name, c_int32) for name in ("head_dim", "inner_size", "tied", "head_norm", "layer_norm", "norm_before")),
+        *((name, c_int32) for name in ("norm_after", "parallel", "gated", "activation", "num_positions")),
+        *((name, c_float) for name in ("eps", "last_eps", "embedding_scale", "logit_cap")),
+    ]
+
+
+class CLayerShape(Structure):
+    """model.h"""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("rope", "window", "has_sinks")),
+        *((name, c_float) for name in ("soft_cap", "scale")),
     ]
 
 
@@ -58,7 +69,7 @@ class Rows(Structure):
 class Rotary(Structure):
     """step.cpp"""
 
-    _fields_ = [("table", c_void_p), ("num_positions", c_int64)]
+    _fields_ = [("tables", c_void_p), ("num_positions", c_int64)]
 
 
 class Sizes(Structure):
@@ -77,7 +88,7 @@ class CSections(Structure):
 
 
 SIGNATURES: dict[str, tuple[object, list[object]]] = {  # result, arguments
-    "gapless_model": (c_void_p, [POINTER(CShape), c_int32]),
+    "gapless_model": (c_void_p, [POINTER(CShape), POINTER(CLayerShape), c_int32]),
     "gapless_set_matrix": (None, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
     "gapless_set_vector": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
     "gapless_drop_model": (None, [c_void_p]),

@@ -14,16 +14,45 @@ namespace gapless {
 // As the host passes it; `native/library.py` has the same fields.
 struct Shape {
     int32_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, inner_size;
-    int32_t tied;     // the embedding is the head
-    int32_t qk_norm;  // heads are normalized before they are rotated
-    float eps;
+    int32_t tied;         // the embedding is the head
+    int32_t head_norm;    // one of HeadNorm
+    int32_t layer_norm;   // norms are layer norms, not root-mean-square ones
+    int32_t norm_before;  // attention and MLP read a norm of the stream
+    int32_t norm_after;   // what they add to the stream is normalized
+    int32_t parallel;     // the MLP reads what attention reads
+    int32_t gated;
+    int32_t activation;     // one of Activation
+    int32_t num_positions;  // that have a row of a table of their own; 0: there is no such table
+    float eps, last_eps, embedding_scale;
+    float logit_cap;  // 0: none
 
     int q_size() const { return num_heads * head_dim; }
+    int kv_size() const { return num_kv_heads * head_dim; }
     int qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
 };
 
+// What may differ from layer to layer.
+struct LayerShape {
+    int32_t rope;    // which table
+    int32_t window;  // see Manner, as the next ones
+    int32_t has_sinks;
+    float soft_cap;
+    float scale;  // of scores
+};
+
+enum HeadNorm { NO_HEAD_NORM, EACH, ALL, LAYER };  // as in models/spec.py
+enum Activation { SILU, GELU, GELU_TANH };
+
 // Which weight. The host has the same list.
-enum Part { EMBEDDING, HEAD, LAST_NORM, FIRST_NORM, SECOND_NORM, QKV, OUT, GATE, UP, DOWN, Q_NORM, K_NORM };
+enum Part {
+    EMBEDDING, POSITIONS, HEAD, LAST_NORM, LAST_NORM_BIAS, FIRST_NORM, FIRST_NORM_BIAS, SECOND_NORM, SECOND_NORM_BIAS,
+    FIRST_AFTER, SECOND_AFTER, QKV, OUT, GATE, UP, DOWN, Q_NORM, K_NORM, SINKS
+};
+
+// A norm's weights; without a bias where there is none.
+struct Norm {
+    float *weight = nullptr, *bias = nullptr;
+};
 
 // Memory in large pieces on large pages, one weight after the other in the order of use.
 class Arena {
@@ -66,7 +95,10 @@ class Arena {
 
 template <class T>
 struct Layer {
-    float *first_norm, *second_norm, *q_norm, *k_norm;
+    Norm first_norm, second_norm, first_after, second_after;
+    float *q_norm, *k_norm;  // of each head's numbers, or of all heads'
+    float* sinks;
+    LayerShape shape;
     Linear<T> qkv, out, gate_up, down;  // gate_up: a panel of the gate, its panel of up, and so on
 };
 
@@ -77,27 +109,32 @@ class Model {
   public:
     typedef typename T::Weight Weight;
 
-    explicit Model(const Shape& shape) : shape(shape), layers(shape.num_layers) {
+    Model(const Shape& shape, const LayerShape* layer_shapes) : shape(shape), layers(shape.num_layers) {
         const int hidden = shape.hidden_size, inner = shape.inner_size;
         if (!shape.tied) table = arena_.take<Weight>((long)shape.vocab_size * hidden);
+        if (shape.num_positions) places = arena_.take<Weight>((long)shape.num_positions * hidden);
         for (Layer<T>& layer : layers) {
-            layer.first_norm = arena_.take<float>(hidden);
+            layer.shape = *layer_shapes++;
+            if (shape.norm_before) make(layer.first_norm);
             make(layer.qkv, shape.qkv_size(), hidden);
-            layer.q_norm = arena_.take<float>(shape.head_dim);
-            layer.k_norm = arena_.take<float>(shape.head_dim);
+            layer.q_norm = arena_.take<float>(shape.q_size());
+            layer.k_norm = arena_.take<float>(shape.kv_size());
+            layer.sinks = layer.shape.has_sinks ? arena_.take<float>(shape.num_heads) : nullptr;
             make(layer.out, hidden, shape.q_size());
-            layer.second_norm = arena_.take<float>(hidden);
-            make(layer.gate_up, inner, hidden, 2 * panels(inner));
+            if (shape.norm_after) make(layer.first_after);
+            if (shape.norm_before) make(layer.second_norm);
+            make(layer.gate_up, inner, hidden, (shape.gated ? 2 : 1) * panels(inner));
             make(layer.down, hidden, inner);
+            if (shape.norm_after) make(layer.second_after);
         }
-        last_norm = arena_.take<float>(hidden);
+        make(last_norm);
         make(head, shape.vocab_size, hidden);
     }
 
     // Rows `first` and following of a weight matrix [num_outputs, num_inputs].
     void set_matrix(int part, int layer, const Weight* data, int num_outputs, int first) {
-        if (part == EMBEDDING) {
-            memcpy(table, data, (long)num_outputs * shape.hidden_size * sizeof(Weight));
+        if (part == EMBEDDING || part == POSITIONS) {
+            memcpy(part == EMBEDDING ? table : places, data, (long)num_outputs * shape.hidden_size * sizeof(Weight));
             return;
         }
         const Linear<T>& linear = product(part, layer);
@@ -110,8 +147,8 @@ class Model {
 
     // A norm's weights, or a product's bias from output `first` on.
     void set_vector(int part, int layer, const float* data, int count, int first) {
-        if (float* norm = norm_of(part, layer)) {
-            memcpy(norm, data, count * sizeof(float));
+        if (float* vector = vector_of(part, layer)) {
+            memcpy(vector, data, count * sizeof(float));
             return;
         }
         Linear<T>& linear = product(part, layer);
@@ -124,9 +161,15 @@ class Model {
     std::vector<Layer<T>> layers;
     Linear<T> head;
     Weight* table = nullptr;  // [vocab_size, hidden_size], or none where the head is read instead
-    float* last_norm = nullptr;
+    Weight* places = nullptr;  // [num_positions, hidden_size], or none
+    Norm last_norm;
 
   private:
+    void make(Norm& norm) {
+        norm.weight = arena_.take<float>(shape.hidden_size);
+        if (shape.layer_norm) norm.bias = arena_.take<float>(shape.hidden_size);  // zero where there is none
+    }
+
     void make(Linear<T>& linear, int num_outputs, int num_inputs, int num_panels = 0) {
         linear.shape(num_outputs, num_inputs, num_panels ? num_panels : panels(num_outputs));
         linear.weights = arena_.take<Weight>(linear.num_weights());
@@ -142,19 +185,26 @@ class Model {
         }
     }
 
-    float* norm_of(int part, int layer) {
+    float* vector_of(int part, int layer) {
         switch (part) {
-            case LAST_NORM: return last_norm;
-            case FIRST_NORM: return layers[layer].first_norm;
-            case SECOND_NORM: return layers[layer].second_norm;
+            case LAST_NORM: return last_norm.weight;
+            case LAST_NORM_BIAS: return last_norm.bias;
+            case FIRST_NORM: return layers[layer].first_norm.weight;
+            case FIRST_NORM_BIAS: return layers[layer].first_norm.bias;
+            case SECOND_NORM: return layers[layer].second_norm.weight;
+            case SECOND_NORM_BIAS: return layers[layer].second_norm.bias;
+            case FIRST_AFTER: return layers[layer].first_after.weight;
+            case SECOND_AFTER: return layers[layer].second_after.weight;
             case Q_NORM: return layers[layer].q_norm;
             case K_NORM: return layers[layer].k_norm;
+            case SINKS: return layers[layer].sinks;
             default: return nullptr;
         }
     }
 
-    static int panel_of(int part, int output) {
+    int panel_of(int part, int output) const {
         const int panel = output / LANES;
+        if (!shape.gated) return panel;
         return part == GATE ? 2 * panel : part == UP ? 2 * panel + 1 : panel;
     }
 

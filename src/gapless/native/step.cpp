@@ -1,4 +1,4 @@
-// One step of a Llama-family model on a CPU, as one call: packed plan in, tokens out, no lock of the interpreter held.
+// One step of a decoder on a CPU, as one call: packed plan in, tokens out, no lock of the interpreter held.
 //
 // Owns an engine's scratch memory and its team. Rows, KV cache and weights belong to others. The residual stream is
 // float32; what enters a product has the product's type. Every thread walks the same layers, phase by phase; a phase reads
@@ -18,7 +18,7 @@ struct Rows {
 };
 
 struct Rotary {
-    const float* table;  // [num_positions][2][head_dim]: cos and signed sin
+    const float* tables;  // [num_ropes][num_positions][2][head_dim]: cos and signed sin
     int64_t num_positions;
 };
 
@@ -85,9 +85,43 @@ void normalize(const float* x, const float* weight, int size, float eps, Output*
     }
 }
 
-// A head, normalized if there is a weight, rotated, and scaled, in place.
-inline void rotate(float* x, const float* weight, float eps, const float* cos_sin, int head_dim, float scale) {
-    if (weight != nullptr) normalize(x, weight, head_dim, eps, x);
+inline float mean_of(const float* x, int size) {
+    vec total{};
+    for (int i = 0; i < size; i += LANES) total += load_part(x + i, size - i);
+    return sum(total) / size;
+}
+
+// A layer norm; bias may be null.
+template <class Output>
+void center(const float* x, const float* weight, const float* bias, int size, float eps, Output* out) {
+    const float mean = mean_of(x, size);
+    vec squares{};
+    for (int i = 0; i < size; i += LANES) {
+        const vec v = first_lanes(load_part(x + i, size - i) - mean, size - i, 0.0f);
+        squares = fma(v, v, squares);
+    }
+    const float factor = 1.0f / std::sqrt(sum(squares) / size + eps);
+    for (int i = 0; i < size; i += LANES) {
+        const int left = size - i;
+        vec y = (load_part(x + i, left) - mean) * factor * load_part(weight + i, left);
+        if (bias != nullptr) y += load_part(bias + i, left);
+        put(out + i, y, left);
+    }
+}
+
+inline vec activate(vec x, int kind) { return kind == SILU ? silu(x) : kind == GELU ? gelu(x) : gelu_tanh(x); }
+
+// Heads, one after the other, in place.
+inline void normalize_heads(float* x, const float* weight, int count, int head_dim, float eps, int kind) {
+    if (kind == ALL) normalize(x, weight, count * head_dim, eps, x);
+    for (int h = 0; h < count * head_dim; h += head_dim) {
+        if (kind == EACH) normalize(x + h, weight, head_dim, eps, x + h);
+        if (kind == LAYER) center(x + h, weight + h, nullptr, head_dim, eps, x + h);
+    }
+}
+
+// A head, rotated and scaled, in place.
+inline void rotate(float* x, const float* cos_sin, int head_dim, float scale) {
     const int half = head_dim / 2;
     const float *cos = cos_sin, *sin = cos_sin + head_dim;
     for (int i = 0; i < half; i++) {
@@ -127,6 +161,7 @@ class Engine : public AnyEngine {
         normed_ = memory_.take<Input>((long)room * normed_stride_);
         mixed_ = memory_.take<Input>((long)room * mixed_stride_);
         inner_ = memory_.take<Input>((long)room * inner_stride_);
+        if (s.norm_after) product_ = memory_.take<float>((long)room * s.hidden_size);
         picked_hidden_ = memory_.take<float>((long)room * s.hidden_size);
         picked_mixed_ = memory_.take<Input>((long)room * mixed_stride_);
         best_ = memory_.take<Best>((long)sizes.num_threads * sizes.max_samples);
@@ -166,6 +201,7 @@ class Engine : public AnyEngine {
             positions_[i] = i < decodes ? rows_.length[table_rows_[i]] : plan.chunk_positions[j];
             if (ids_[i] < 0 || ids_[i] >= model_.shape.vocab_size) return BAD_TOKEN;
             if (positions_[i] < 0 || positions_[i] >= rotary_.num_positions) return BAD_POSITION;
+            if (model_.places != nullptr && positions_[i] >= model_.shape.num_positions) return BAD_POSITION;
         }
         return OK;
     }
@@ -196,11 +232,11 @@ class Engine : public AnyEngine {
         int num_rows = plan.num_tokens();
         float* hidden = hidden_;
         const Input* mixed = mixed_;
-        each_row(thread, num_rows, [&](int i) { embed(ids_[i], hidden + (long)i * s.hidden_size); });
+        each_row(thread, num_rows, [&](int i) { embed(ids_[i], positions_[i], hidden + (long)i * s.hidden_size); });
         for (int index = 0; index < s.num_layers; index++) {
             const Layer<T>& layer = model_.layers[index];
-            norm_rows(hidden, layer.first_norm, num_rows, thread);
-            project(layer.qkv, num_rows, thread);
+            norm_rows(hidden, layer.first_norm, s.eps, num_rows, thread);
+            project(layer.qkv, normed_, normed_stride_, heads_, s.qkv_size(), num_rows, thread);
             each_row(thread, num_rows, [&](int i) { rotate_and_store(layer, index, i); });
             attend(index, thread);
             if (index == s.num_layers - 1) {
@@ -208,12 +244,13 @@ class Engine : public AnyEngine {
                 each_row(thread, num_rows, [&](int i) { pick(plan.picked(i), i); });
                 hidden = picked_hidden_, mixed = picked_mixed_;
             }
-            add_product(layer.out, mixed, mixed_stride_, hidden, num_rows, thread);
-            norm_rows(hidden, layer.second_norm, num_rows, thread);
+            if (!s.parallel) add(layer.out, layer.first_after, mixed, mixed_stride_, hidden, num_rows, thread);
+            norm_rows(hidden, layer.second_norm, s.eps, num_rows, thread);
             gate(layer.gate_up, num_rows, thread);
-            add_product(layer.down, inner_, inner_stride_, hidden, num_rows, thread);
+            if (s.parallel) add(layer.out, layer.first_after, mixed, mixed_stride_, hidden, num_rows, thread);
+            add(layer.down, layer.second_after, inner_, inner_stride_, hidden, num_rows, thread);
         }
-        norm_rows(hidden, model_.last_norm, num_rows, thread);
+        norm_rows(hidden, model_.last_norm, s.last_eps, num_rows, thread);
         predict_rows(0, plan.count.num_samples, logits, thread);
     }
 
@@ -233,65 +270,86 @@ class Engine : public AnyEngine {
         team_.phase(thread, cut.num_units, [&](int unit) { multiply(linear, cut, unit, x, x_stride, done); });
     }
 
-    void embed(int64_t id, float* out) const {
+    void embed(int64_t id, int64_t position, float* out) const {
         const int size = model_.shape.hidden_size;
+        const float scale = model_.shape.embedding_scale;
         if (model_.table == nullptr) {
             const int panel = id / LANES, lane = id % LANES;
-            for (int k = 0; k < size; k++) out[k] = to_float(*model_.head.at(panel, lane, k));
+            for (int k = 0; k < size; k++) out[k] = to_float(*model_.head.at(panel, lane, k)) * scale;
         } else {
-            for (int k = 0; k < size; k++) out[k] = to_float(model_.table[id * size + k]);
+            for (int k = 0; k < size; k++) out[k] = to_float(model_.table[id * size + k]) * scale;
         }
+        if (model_.places == nullptr) return;
+        for (int k = 0; k < size; k++) out[k] += to_float(model_.places[position * size + k]);
     }
 
     static float to_float(float x) { return x; }
     static float to_float(uint16_t x) { return from_bf16(x); }
 
-    void norm_rows(const float* hidden, const float* weight, int num_rows, int thread) {
-        const Shape& s = model_.shape;
+    // Into the inputs of products, as they are where there is no norm.
+    void norm_rows(const float* hidden, const Norm& norm, float eps, int num_rows, int thread) {
+        const int size = model_.shape.hidden_size;
         each_row(thread, num_rows, [&](int i) {
-            normalize(hidden + (long)i * s.hidden_size, weight, s.hidden_size, s.eps, normed_ + i * normed_stride_);
+            const float* from = hidden + (long)i * size;
+            Input* to = normed_ + i * normed_stride_;
+            if (norm.weight == nullptr)
+                for (int k = 0; k < size; k += LANES) put(to + k, load_part(from + k, size - k), size - k);
+            else
+                norm_row(from, norm, eps, to);
         });
     }
 
-    void project(const Linear<T>& linear, int num_rows, int thread) {
-        const long stride = model_.shape.qkv_size();
+    template <class Output>
+    void norm_row(const float* from, const Norm& norm, float eps, Output* to) const {
+        const Shape& s = model_.shape;
+        if (s.layer_norm)
+            center(from, norm.weight, norm.bias, s.hidden_size, eps, to);
+        else
+            normalize(from, norm.weight, s.hidden_size, eps, to);
+    }
+
+    void project(
+        const Linear<T>& linear, const Input* x, long x_stride, float* out, long stride, int num_rows, int thread
+    ) {
         auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
             for (int n = 0; n < count; n++)
                 for (int m = 0; m < rows; m++) {
                     const int column = (panel + n) * LANES;
                     vec y = load(sums + (n * tile_rows + m) * LANES);
                     if (linear.bias != nullptr) y += load(linear.bias + column);
-                    put(heads_ + (row + m) * stride + column, y, linear.num_outputs - column);
+                    put(out + (row + m) * stride + column, y, linear.num_outputs - column);
                 }
         };
-        run_product(thread, linear, num_rows, 1, normed_, normed_stride_, done);
+        run_product(thread, linear, num_rows, 1, x, x_stride, done);
     }
 
     void rotate_and_store(const Layer<T>& layer, int index, int token) {
         const Shape& s = model_.shape;
         const int size = s.head_dim, position = positions_[token];
-        const float* cos_sin = rotary_.table + (long)position * 2 * size;
+        const float* cos_sin = rotary_.tables + (layer.shape.rope * rotary_.num_positions + position) * 2 * size;
         const int64_t* blocks = blocks_of(table_rows_[token]);
         const int64_t block = blocks[position / cache_.block_size];
-        const float scale = 1.0f / std::sqrt((float)size);
         float* q = heads_ + (long)token * s.qkv_size();
         float *k = q + s.q_size(), *v = k + s.num_kv_heads * size;
-        for (int h = 0; h < s.num_heads; h++)
-            rotate(q + h * size, s.qk_norm ? layer.q_norm : nullptr, s.eps, cos_sin, size, scale);
+        normalize_heads(q, layer.q_norm, s.num_heads, size, s.eps, s.head_norm);
+        normalize_heads(k, layer.k_norm, s.num_kv_heads, size, s.eps, s.head_norm);
+        for (int h = 0; h < s.num_heads; h++) rotate(q + h * size, cos_sin, size, layer.shape.scale);
         for (int h = 0; h < s.num_kv_heads; h++) {
-            rotate(k + h * size, s.qk_norm ? layer.k_norm : nullptr, s.eps, cos_sin, size, 1.0f);
+            rotate(k + h * size, cos_sin, size, 1.0f);
             cache_.write(block, position % cache_.block_size, index, h, k + h * size, v + h * size);
         }
     }
 
     void attend(int index, int thread) {
         const Shape& s = model_.shape;
+        const Layer<T>& layer = model_.layers[index];
+        const Manner manner{layer.shape.window, layer.shape.soft_cap, layer.sinks};
         const int group = s.num_heads / s.num_kv_heads * s.head_dim, num_items = tiles_.size() * s.num_kv_heads;
         team_.phase(thread, num_items, [&](int i) {
             const QueryTile& tile = tiles_[i / s.num_kv_heads];
             const int head = i % s.num_kv_heads;
             attentions_[thread].attend(
-                index, head, tile, heads_ + (long)tile.first_token * s.qkv_size() + head * group, s.qkv_size(),
+                index, head, tile, manner, heads_ + (long)tile.first_token * s.qkv_size() + head * group, s.qkv_size(),
                 mixed_ + tile.first_token * mixed_stride_ + head * group, mixed_stride_
             );
         });
@@ -304,6 +362,20 @@ class Engine : public AnyEngine {
             s.hidden_size * sizeof(float)
         );
         memcpy(picked_mixed_ + place * mixed_stride_, mixed_ + token * mixed_stride_, s.q_size() * sizeof(Input));
+    }
+
+    // A product, normalized where there is a norm, added to the stream.
+    void add(
+        const Linear<T>& linear, const Norm& norm, const Input* x, long x_stride, float* hidden, int num_rows, int thread
+    ) {
+        if (norm.weight == nullptr) return add_product(linear, x, x_stride, hidden, num_rows, thread);
+        const int size = model_.shape.hidden_size;
+        project(linear, x, x_stride, product_, size, num_rows, thread);
+        each_row(thread, num_rows, [&](int i) {
+            float *from = product_ + (long)i * size, *to = hidden + (long)i * size;
+            norm_row(from, norm, model_.shape.eps, from);
+            for (int k = 0; k < size; k++) to[k] += from[k];
+        });
     }
 
     void add_product(const Linear<T>& linear, const Input* x, long x_stride, float* hidden, int num_rows, int thread) {
@@ -322,6 +394,8 @@ class Engine : public AnyEngine {
     }
 
     void gate(const Linear<T>& linear, int num_rows, int thread) {
+        const int kind = model_.shape.activation;
+        if (!model_.shape.gated) return activate_rows(linear, kind, num_rows, thread);
         auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
             for (int n = 0; n < count; n += 2)
                 for (int m = 0; m < rows; m++) {
@@ -332,21 +406,36 @@ class Engine : public AnyEngine {
                         g += load(linear.bias + (panel + n) * LANES);
                         u += load(linear.bias + (panel + n + 1) * LANES);
                     }
-                    put(inner_ + (row + m) * inner_stride_ + column, silu(g) * u, linear.num_outputs - column);
+                    put(inner_ + (row + m) * inner_stride_ + column, activate(g, kind) * u, linear.num_outputs - column);
                 }
         };
         run_product(thread, linear, num_rows, 2, normed_, normed_stride_, done);
     }
 
+    void activate_rows(const Linear<T>& linear, int kind, int num_rows, int thread) {
+        auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
+            for (int n = 0; n < count; n++)
+                for (int m = 0; m < rows; m++) {
+                    const int column = (panel + n) * LANES;
+                    vec y = load(sums + (n * tile_rows + m) * LANES);
+                    if (linear.bias != nullptr) y += load(linear.bias + column);
+                    put(inner_ + (row + m) * inner_stride_ + column, activate(y, kind), linear.num_outputs - column);
+                }
+        };
+        run_product(thread, linear, num_rows, 1, normed_, normed_stride_, done);
+    }
+
     // The logits themselves where they are wanted, else each thread's best of every sample.
     void predict_rows(int first, int num_rows, float* logits, int thread) {
         const int vocab = model_.shape.vocab_size;
+        const float cap = model_.shape.logit_cap;
         Best* best = best_ + (long)thread * best_stride_;
         auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
             for (int n = 0; n < count; n++)
                 for (int m = 0; m < rows; m++) {
                     const int column = (panel + n) * LANES;
-                    const vec y = load(sums + (n * tile_rows + m) * LANES);
+                    vec y = load(sums + (n * tile_rows + m) * LANES);
+                    if (cap != 0.0f) y = soft_cap(y, cap);
                     if (logits != nullptr) {
                         put(logits + (long)(row + m) * vocab + column, y, vocab - column);
                         continue;
@@ -396,6 +485,7 @@ class Engine : public AnyEngine {
     std::vector<QueryTile> tiles_;
     long normed_stride_, mixed_stride_, inner_stride_, best_stride_;
     float *hidden_, *heads_;           // [tokens][hidden_size], [tokens][qkv_size]
+    float* product_ = nullptr;         // [tokens][hidden_size], where products are normalized before they are added
     Input *normed_, *mixed_, *inner_;  // [tokens][stride]; what pads a row stays zero
     float* picked_hidden_;             // [picked][hidden_size]
     Input* picked_mixed_;
@@ -413,7 +503,7 @@ class AnyModel {
 template <class T>
 class ModelOf : public AnyModel {
   public:
-    explicit ModelOf(const Shape& shape) : model_(shape) {}
+    ModelOf(const Shape& shape, const LayerShape* layers) : model_(shape, layers) {}
 
     void set_matrix(int part, int layer, const void* data, int num_outputs, int first) override {
         model_.set_matrix(part, layer, (const typename T::Weight*)data, num_outputs, first);
@@ -457,10 +547,10 @@ static int status_of(Act act) {
 
 extern "C" {
 
-AnyModel* gapless_model(const Shape* shape, int is_bfloat16) {
+AnyModel* gapless_model(const Shape* shape, const LayerShape* layers, int is_bfloat16) {
     return or_null([&]() -> AnyModel* {
-        if (is_bfloat16) return new ModelOf<Bfloat16>(*shape);
-        return new ModelOf<Float32>(*shape);
+        if (is_bfloat16) return new ModelOf<Bfloat16>(*shape, layers);
+        return new ModelOf<Float32>(*shape, layers);
     });
 }
 

@@ -1,6 +1,6 @@
 // Sixteen floats at a time, on any machine: GCC's and Clang's vector types, with AVX-512 where there is a choice to make.
 //
-// Owns: the vector type, fused multiply-add, exp, bfloat16 conversion, reductions. Knows no model.
+// Owns: the vector type, fused multiply-add, exp and the activations, bfloat16 conversion, reductions. Knows no model.
 #pragma once
 
 #include <cmath>
@@ -44,10 +44,11 @@ inline vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((i
 
 inline vec max(vec a, vec b) { return choose(a > b, a, b); }
 
-inline vec first_lanes(vec v, int count, float other) {
-    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return choose(lane < count, v, fill(other));
-}
+constexpr ivec LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+inline vec first_lanes(vec v, int count, float other) { return choose(LANE < count, v, fill(other)); }
+
+inline vec lanes_from(vec v, int first, float other) { return choose(LANE >= first, v, fill(other)); }
 
 // Lanes are folded in halves: an order that depends on nothing.
 inline float sum(vec v) {
@@ -87,6 +88,34 @@ inline vec exp(vec x) {
 }
 
 inline vec silu(vec x) { return x / (1.0f + exp(-x)); }
+
+inline vec abs(vec x) { return (vec)((ivec)x & 0x7fffffff); }
+
+inline vec with_sign_of(vec x, vec sign) { return (vec)((ivec)x | ((ivec)sign & (int32_t)0x80000000)); }
+
+// To about 1e-7.
+inline vec tanh(vec x) {
+    const vec e = exp(-2.0f * abs(x));
+    return with_sign_of((1.0f - e) / (1.0f + e), x);
+}
+
+// To 1.5e-7: Abramowitz and Stegun 7.1.26.
+inline vec erf(vec x) {
+    const vec a = abs(x), t = 1.0f / fma(a, fill(0.3275911f), fill(1.0f));
+    vec p = fill(1.061405429f);
+    p = fma(p, t, fill(-1.453152027f));
+    p = fma(p, t, fill(1.421413741f));
+    p = fma(p, t, fill(-0.284496736f));
+    p = fma(p, t, fill(0.254829592f));
+    return with_sign_of(1.0f - p * t * exp(-a * a), x);
+}
+
+inline vec gelu(vec x) { return 0.5f * x * (1.0f + erf(x * 0.70710678f)); }
+
+inline vec gelu_tanh(vec x) { return x / (1.0f + exp(-1.5957691216f * (x + 0.044715f * x * x * x))); }
+
+// x as long as it is small, and never past the cap.
+inline vec soft_cap(vec x, float cap) { return cap * tanh(x / cap); }
 
 inline uint16_t to_bf16(float x) {  // to nearest, ties to even
     uint32_t bits;

@@ -10,7 +10,7 @@ import ctypes
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -21,9 +21,19 @@ from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device
 from gapless.errors import CapacityError
 from gapless.models.config import ModelConfig
+from gapless.models.layers import Norm
 from gapless.models.reader import LayerReader, ReadWeight, read_last_norm
 from gapless.models.rope import RotaryTable
-from gapless.models.spec import attention_features, lacking
+from gapless.models.rope_config import RopeConfig
+from gapless.models.spec import (
+    NATIVE,
+    Activation,
+    AttentionSpec,
+    HeadNorm,
+    LayerSpec,
+    attention_features,
+    lacking,
+)
 from gapless.models.weight import Weight
 from gapless.native import library as native
 from gapless.runner.fill import Filled, Packed, Sections, fill, unpack
@@ -48,7 +58,9 @@ def why_not(dtype: torch.dtype, model: ModelConfig | None = None) -> str | None:
     """Why steps with weights of this type, and of this model, cannot be native; None where they can."""
     if dtype not in DTYPES:
         return f"{str(dtype).removeprefix('torch.')} weights"
-    missing = None if model is None else lacking((*attention_features(model.attention_specs()), *model.features()), ())
+    missing = (
+        None if model is None else lacking((*attention_features(model.attention_specs()), *model.features()), NATIVE)
+    )
     return native.why_unavailable() if missing is None else str(missing)
 
 
@@ -60,15 +72,17 @@ class NativeModel:
         self.config = config
         self._library = native.load_library()
         table = read(f"{config.names.embedding}.weight").dense()
-        self.handle = self._library.gapless_model(_shape(config), table.dtype == torch.bfloat16)
+        ropes = list(dict.fromkeys(spec.rope for spec in config.attention_specs()))
+        shapes = (native.CLayerShape * config.num_layers)(*(_layer_shape(spec, ropes) for spec in config.layers))
+        self.handle = self._library.gapless_model(_shape(config, table.dtype), shapes, table.dtype == torch.bfloat16)
         if not self.handle:
             raise CapacityError("no memory for the weights")
         weakref.finalize(self, self._library.gapless_drop_model, self.handle).atexit = False
         self._set_ends(table, read)
         for layer, spec in enumerate(config.layers):
-            self._set_layer(layer, LayerReader(config.names, layer, spec, read))
-        positions, rope = max_positions or config.max_position_embeddings, config.layers[0].attention.rope
-        self.rotary = RotaryTable(rope, config.head_dim, positions, torch.float32, torch.device("cpu")).table
+            self._set_layer(layer, spec.attention, LayerReader(config.names, layer, spec, read))
+        positions, where = max_positions or config.max_position_embeddings, (torch.float32, torch.device("cpu"))
+        self.rotary = torch.stack([RotaryTable(rope, config.head_dim, positions, *where).table for rope in ropes])
 
     def _set_ends(self, table: Tensor, read: ReadWeight) -> None:
         if self.config.tie_embeddings:
@@ -76,22 +90,32 @@ class NativeModel:
         else:
             self._set_matrix("EMBEDDING", 0, table)
             self._set_matrix("HEAD", 0, read(f"{self.config.names.head}.weight").dense())
-        self._set_vector("LAST_NORM", 0, read_last_norm(self.config, read).weight)
+        if self.config.learned_positions:
+            self._set_matrix("POSITIONS", 0, read(f"{self.config.names.positions}.weight").dense())
+        self._set_norm("LAST_NORM", 0, read_last_norm(self.config, read))
 
-    def _set_layer(self, layer: int, weights: LayerReader) -> None:
+    def _set_layer(self, layer: int, spec: AttentionSpec, weights: LayerReader) -> None:
         gate = weights.gate()
-        assert gate.gate is not None
         self._set_linear("QKV", layer, *weights.qkv())
         self._set_linear("OUT", layer, *weights.out())
-        self._set_linear("GATE", layer, gate.gate, gate.gate_bias)
+        if gate.gate is not None:
+            self._set_linear("GATE", layer, gate.gate, gate.gate_bias)
         self._set_linear("UP", layer, gate.up, gate.up_bias)
         self._set_linear("DOWN", layer, *weights.down())
-        for part, norm in zip(("FIRST_NORM", "SECOND_NORM"), weights.norms_before(), strict=True):
-            assert norm is not None
-            self._set_vector(part, layer, norm.weight)
+        norms = (*weights.norms_before(), *weights.norms_after())
+        for part, norm in zip(("FIRST_NORM", "SECOND_NORM", "FIRST_AFTER", "SECOND_AFTER"), norms, strict=True):
+            if norm is not None:
+                self._set_norm(part, layer, norm)
         if (heads := weights.head_norm()) is not None:
-            self._set_vector("Q_NORM", layer, heads[0])
-            self._set_vector("K_NORM", layer, heads[-1])
+            self._set_vector("Q_NORM", layer, heads[: spec.num_heads].flatten())
+            self._set_vector("K_NORM", layer, heads[spec.num_heads :].flatten())
+        if (sinks := weights.sinks()) is not None:
+            self._set_vector("SINKS", layer, sinks)
+
+    def _set_norm(self, part: str, layer: int, norm: Norm) -> None:
+        self._set_vector(part, layer, norm.weight)
+        if norm.bias is not None:
+            self._set_vector(f"{part}_BIAS", layer, norm.bias)
 
     def _set_linear(self, part: str, layer: int, weight: Weight, bias: Tensor | None) -> None:
         self._set_matrix(part, layer, weight.dense())
@@ -210,8 +234,8 @@ def _check(status: int) -> None:
         raise RuntimeError(f"the plan holds {FAILURES[status]}")
 
 
-def _shape(config: ModelConfig) -> native.CShape:
-    layer = config.layers[0]
+def _shape(config: ModelConfig, dtype: torch.dtype) -> native.CShape:
+    layer, norm = config.layers[0], config.layers[0].norm
     return native.CShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -221,8 +245,29 @@ def _shape(config: ModelConfig) -> native.CShape:
         head_dim=config.head_dim,
         inner_size=layer.mlp.size,
         tied=config.tie_embeddings,
-        qk_norm=layer.attention.head_norm == "each",
-        eps=layer.norm.eps,
+        head_norm=get_args(HeadNorm).index(layer.attention.head_norm),
+        layer_norm=norm.kind == "layer",
+        norm_before=norm.is_before,
+        norm_after=norm.is_after,
+        parallel=layer.parallel,
+        gated=layer.mlp.kind == "gated",
+        activation=get_args(Activation).index(layer.mlp.activation),
+        num_positions=config.max_position_embeddings if config.learned_positions else 0,
+        eps=norm.eps,
+        last_eps=config.last_norm.eps,
+        embedding_scale=torch.tensor(config.embedding_scale, dtype=dtype).item(),  # rounded as the model was trained
+        logit_cap=config.logit_soft_cap or 0.0,
+    )
+
+
+def _layer_shape(spec: LayerSpec, ropes: Sequence[RopeConfig | None]) -> native.CLayerShape:
+    attention = spec.attention
+    return native.CLayerShape(
+        rope=ropes.index(attention.rope),
+        window=attention.window or 0,
+        has_sinks=attention.sinks,
+        soft_cap=attention.soft_cap or 0.0,
+        scale=attention.scale,
     )
 
 
@@ -233,6 +278,6 @@ def _engine_parts(
     return (
         native.Cache(memory, config.num_layers, limits.block_size, config.num_kv_heads, config.head_dim),
         native.Rows(rows.last_token.data_ptr(), rows.length.data_ptr(), rows.blocks.data_ptr(), rows.blocks.shape[1]),
-        native.Rotary(model.rotary.data_ptr(), len(model.rotary)),
+        native.Rotary(model.rotary.data_ptr(), model.rotary.shape[1]),
         native.Sizes(limits.max_batch_tokens, limits.num_rows, torch.get_num_threads()),
     )
