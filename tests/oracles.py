@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -54,7 +55,37 @@ def adjust(logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], ge
     for token in set(generated):
         count = sum(other == token for other in generated)
         found[token] -= params.presence_penalty + count * params.frequency_penalty
-    return found
+    return narrow(found, params) if params.temperature > 0 else found
+
+
+def narrow(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """What top-n-sigma, then typical-p keep, others as -inf."""
+    finite = logits[np.isfinite(logits)]
+    if params.top_n_sigma > 0:
+        logits = np.where(logits >= finite.max() - params.top_n_sigma * finite.std(), logits, -np.inf)
+    if params.typical_p < 1:
+        probs = _softmax(logits)
+        alive = np.flatnonzero(probs > 0)
+        information = -np.log(probs[alive])
+        surprise = np.abs(information - (probs[alive] * information).sum())
+        order = alive[np.argsort(surprise, kind="stable")]
+        enough = np.flatnonzero(np.cumsum(probs[order]) >= params.typical_p)
+        lost = order[enough[0] + 1 :] if len(enough) else order[:0]
+        logits = logits.copy()
+        logits[lost] = -np.inf
+    return logits
+
+
+def is_clear_narrow(logits: np.ndarray, params: SamplingParams) -> bool:
+    """False where rounding decides what top-n-sigma and typical-p keep."""
+    kept = [
+        np.isfinite(narrow(logits.astype(np.float64), replace(params, **changes)))
+        for changes in (
+            {"typical_p": params.typical_p * (1 - 1e-5), "top_n_sigma": params.top_n_sigma * (1 - 1e-5)},
+            {"typical_p": min(params.typical_p * (1 + 1e-5), 1.0), "top_n_sigma": params.top_n_sigma * (1 + 1e-5)},
+        )
+    ]
+    return bool((kept[0] == kept[1]).all())
 
 
 def sample(logits: np.ndarray, params: SamplingParams, seed: int, place: int, forbidden: Sequence[int] = ()) -> int:

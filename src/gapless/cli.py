@@ -29,6 +29,8 @@ SAMPLING_HELP = {
     "top_k": "keep the k likeliest tokens; 0 keeps all",
     "top_p": "keep the likeliest tokens that together reach this probability; 0 is greedy",
     "min_p": "keep tokens at least this likely, relative to the likeliest",
+    "typical_p": "keep tokens whose information is closest to the entropy, up to this probability; 1 keeps all",
+    "top_n_sigma": "keep tokens within so many standard deviations of the largest logit; 0 keeps all",
     "repetition_penalty": "divide the logits of tokens that were in the prompt or the output; 1 is none",
     "presence_penalty": "subtract from the logits of tokens that were in the output",
     "frequency_penalty": "subtract for each time that a token was in the output",

@@ -39,6 +39,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"top_p": float("nan")}, "top_p must be a number, got nan"),
     ({"min_p": -0.5}, "min_p must be at least 0.0 and at most 1.0, got -0.5"),
     ({"min_p": 1.5}, "min_p must be at least 0.0 and at most 1.0, got 1.5"),
+    ({"typical_p": 1.5}, "typical_p must be at least 0.0 and at most 1.0, got 1.5"),
+    ({"top_n_sigma": -2}, "top_n_sigma must be at least -1.0 and at most 100.0, got -2"),
     ({"repetition_penalty": 0}, "repetition_penalty must be at least 0.01 and at most 100.0, got 0"),
     ({"repetition_penalty": "1.2"}, "repetition_penalty must be a number, got '1.2'"),
     ({"presence_penalty": 2.1}, "presence_penalty must be at least -2.0 and at most 2.0, got 2.1"),

@@ -284,13 +284,18 @@ ADJUSTED = {
 
 
 def rows_with(
-    params: Sequence[SamplingParams], prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], vocab: int
+    params: Sequence[SamplingParams],
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    vocab: int,
+    guides: Sequence[bool] | None = None,
 ) -> tuple[RowStore, int]:
     """Rows whose owners know these tokens, as a plan brings them, and what any of them needs."""
     table = RowTable(len(params), 64, block_size=1)
     for row, (asked, prompt, output) in enumerate(zip(params, prompts, outputs, strict=True)):
         request = Request("r", int_array(prompt), asked, row, (), limit=60)
         request.tokens = int_array([*prompt, *output])
+        request.guide = Always() if guides is not None and guides[row] else None
         table._free = [row]
         table.seat(request)
     rows = list(range(len(params)))
@@ -335,10 +340,10 @@ def test_a_count_stays_at_its_largest_and_no_sample_is_not_counted() -> None:
     assert store.counts[0, [3, 4]].tolist() == [MOST + IN_PROMPT, 1]
 
 
-@pytest.mark.parametrize("kind", ["more repetition", "presence", "frequency", "bias", "all"])
+@pytest.mark.parametrize("kind", ["more repetition", "presence", "frequency", "bias", "all", "sigma", "typical"])
 def test_adjusted_tokens_come_as_often_as_they_are_likely(kind: str) -> None:
     count, vocab = 20_000, 10
-    changes = dict(ADJUSTED[kind])
+    changes = dict(ADJUSTED.get(kind) or NARROWED[kind])
     if "logit_bias" in changes:
         changes["logit_bias"] = {0: 0.8, 3: -1.0, 7: 0.5}
     params = SamplingParams(temperature=0.9, **changes)
@@ -348,7 +353,32 @@ def test_adjusted_tokens_come_as_often_as_they_are_likely(kind: str) -> None:
     sampled = SampledRows(torch.zeros(count, dtype=torch.int64), torch.arange(count), store.state)
     tokens = sample(torch.from_numpy(np.repeat(one, count, 0)), sampled, needs).numpy()
     shares = oracles.distribution(oracles.adjust(one[0], params, prompt, output), params)
-    assert chi_square(np.bincount(tokens, minlength=vocab), shares) < 28  # 9 degrees of freedom
+    counts = np.bincount(tokens, minlength=vocab)
+    assert not counts[shares == 0].any()
+    assert chi_square(counts[shares > 0], shares[shares > 0]) < 28  # at most 9 degrees of freedom
+
+
+NARROWED = {
+    "sigma": {"top_n_sigma": 1.2},
+    "typical": {"typical_p": 0.6},
+    "both": {"top_n_sigma": 2.0, "typical_p": 0.8},
+}
+
+
+@given(st.integers(0, 10**6), st.sampled_from(sorted(NARROWED)), st.floats(0.01, 3), st.floats(0, 1))
+def test_top_n_sigma_and_typical_p_are_those_of_the_oracle(seed: int, kind: str, top_n: float, share: float) -> None:
+    changes = {name: top_n if name == "top_n_sigma" else share for name in NARROWED[kind]}
+    params = SamplingParams(temperature=1.3, **changes)
+    logits = random_logits(seed, 1)
+    logits[0, seed % VOCAB] = -np.inf
+    wanted = oracles.adjust(logits[0], params, [1], [])
+    asked = (wanted, params, seed, 3)
+    found = run(logits, [params], [seed], [3])[0]
+    assert (
+        found == oracles.sample(*asked)
+        or not oracles.is_clear(*asked)
+        or not oracles.is_clear_narrow(logits[0], params)
+    )
 
 
 # -- masks ---------------------------------------------------------------------------------------------------------

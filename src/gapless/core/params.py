@@ -30,6 +30,8 @@ class SamplingParams:
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     top_p: float = 1.0  # keep the likeliest tokens that together reach this probability; 0 is greedy
     min_p: float = 0.0  # keep tokens at least this likely, relative to the likeliest
+    typical_p: float = 1.0  # keep the tokens whose information is closest to the average, up to this probability
+    top_n_sigma: float = 0.0  # keep tokens within so many standard deviations of the largest logit; 0 keeps all
     repetition_penalty: float = 1.0  # divide the logits of tokens seen before, in prompt or output; negative ones grow
     presence_penalty: float = 0.0  # subtract from the logits of tokens generated before
     frequency_penalty: float = 0.0  # subtract for each time that a token was generated before
@@ -58,6 +60,9 @@ class SamplingParams:
         if self.top_p == 0:  # keeps the likeliest token alone
             object.__setattr__(self, "temperature", 0.0)
         _number("min_p", self.min_p, 0.0, 1.0)
+        _number("typical_p", self.typical_p, 0.0, 1.0)
+        _number("top_n_sigma", self.top_n_sigma, -1.0, 100.0)
+        object.__setattr__(self, "top_n_sigma", max(self.top_n_sigma, 0.0))  # -1 is off in llama.cpp
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)

@@ -52,6 +52,13 @@ def _if_drawn(name: str, neutral: float) -> Callable[[Request], float]:
     return lambda request: getattr(request.params, name) if request.params.temperature > 0 else neutral
 
 
+def _is_adjusted(request: Request) -> bool:
+    """Whether any field needs it that changes logits one by one or by all of them."""
+    params = request.params
+    narrows = params.temperature > 0 and (params.top_n_sigma > 0 or params.typical_p < 1)
+    return narrows or params.has_penalties or len(params.logit_bias) > 0 or request.guide is not None
+
+
 FIELDS = (
     RowField("seed", np.int64, lambda request: request.seed),
     RowField("temperature", np.float32, lambda request: request.params.temperature, neutral=0.0),  # 0 is greedy
@@ -63,6 +70,9 @@ FIELDS = (
     RowField("presence_penalty", np.float32, lambda request: request.params.presence_penalty, neutral=0.0),
     RowField("frequency_penalty", np.float32, lambda request: request.params.frequency_penalty, neutral=0.0),
     RowField("num_biases", np.int32, lambda request: len(request.params.logit_bias), neutral=0),
+    RowField("top_n_sigma", np.float32, _if_drawn("top_n_sigma", 0.0), neutral=0.0),
+    RowField("typical_p", np.float32, _if_drawn("typical_p", 1.0), neutral=1.0),
+    RowField("adjusted", np.int32, _is_adjusted),  # a GPU's sampler reads a copy of the row's logits
     RowField("masked", np.int32, lambda request: request.guide is not None, neutral=0),  # the row's mask counts
     RowField("stop_ids", np.int32, _stop_ids, width=MAX_STOP_IDS),  # NO_TOKEN where there are fewer
 )

@@ -45,7 +45,7 @@ MAX_REGISTERS = 128  # a thread's; two programs fit on a multiprocessor then
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _survey(
-    logits, rows, places, temperatures, top_ks, stop_ids, min_total, maxima, sums,
+    logits, adjusted, rows, places, is_adjusted, temperatures, top_ks, stop_ids, min_total, maxima, sums,
     VOCAB: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, NUM_TILES: tl.constexpr, NUM_STOPS: tl.constexpr,
     SEAT_WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,8 @@ def _survey(
     seat = tl.load(rows + i) * SEAT_WORDS
     num_stops = num_forbidden(tl.load(places + i), min_total + seat, stop_ids + seat, NUM_STOPS)
     tile, column = survey_columns(TILE, SPAN)
-    x = look(logits + i * VOCAB, column, stop_ids + seat, num_stops, VOCAB)
+    base = (logits + i * VOCAB, adjusted + i * VOCAB, tl.load(is_adjusted + seat))
+    x = look(base, column, stop_ids + seat, num_stops, VOCAB)
     largest = tl.max(x, axis=1)
     tl.store(maxima + i * NUM_TILES + tile, largest, mask=tile < NUM_TILES)
     temperature = tl.load(temperatures + seat)
@@ -153,7 +154,7 @@ def _first_of_largest(
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _pick(
-    logits, rows, places, temperatures, top_ps, min_ps, top_ks, seeds, stop_ids, min_total,
+    logits, adjusted, rows, places, is_adjusted, temperatures, top_ps, min_ps, top_ks, seeds, stop_ids, min_total,
     maxima, sums, near, values, ids, tokens,
     VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
     FIRST: tl.constexpr, ROOM: tl.constexpr, NUM_STOPS: tl.constexpr, NO_SAMPLE: tl.constexpr,
@@ -164,7 +165,7 @@ def _pick(
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i)
     seat = row * SEAT_WORDS
-    base = logits + i * VOCAB
+    base = (logits + i * VOCAB, adjusted + i * VOCAB, tl.load(is_adjusted + seat))
     stops = stop_ids + seat
     place = tl.load(places + i)
     num_stops = num_forbidden(place, min_total + seat, stops, NUM_STOPS)
@@ -201,6 +202,7 @@ def _pick(
 
 def draw(
     logits: torch.Tensor,
+    adjusted: torch.Tensor,
     rows: torch.Tensor,
     places: torch.Tensor,
     fields: Mapping[str, torch.Tensor],
@@ -208,6 +210,7 @@ def draw(
 ) -> torch.Tensor:
     """Tokens [n] int64 for logits [n, vocab] of rows [n], which will have these places [n].
 
+    adjusted [n, vocab] float32: read in place of the logits for rows whose field `adjusted` says so.
     fields: of all rows, as views of their seats.
     """
     num_rows, vocab = logits.shape
@@ -217,14 +220,16 @@ def draw(
     asked = [fields[name] for name in ("temperature", "top_p", "min_p", "top_k", "seed")]
     common = {"NUM_STOPS": MAX_STOP_IDS, "SEAT_WORDS": SEAT_WORDS, **pdl()}
     _survey[(num_rows, triton.cdiv(sizes.num_tiles(vocab), sizes.span))](
-        logits, rows, places, fields["temperature"], fields["top_k"], *stops, figures.maxima, figures.sums,
+        logits, adjusted, rows, places, fields["adjusted"], fields["temperature"], fields["top_k"], *stops,
+        figures.maxima, figures.sums,
         num_warps=8, **sizes.survey(vocab), **common,
     )  # fmt: skip
     _pick[(num_rows,)](
-        logits, rows, places, *asked, *stops, *figures.all(), tokens,
+        logits, adjusted, rows, places, fields["adjusted"], *asked, *stops, *figures.all(), tokens,
         NO_SAMPLE=NO_SAMPLE, num_warps=8, maxnreg=MAX_REGISTERS, **sizes.search(vocab), **common,
     )  # fmt: skip
     pick_by_passes[(num_rows,)](
-        logits, rows, places, *asked, *stops, figures.maxima, tokens, num_warps=16, **sizes.passes(vocab), **common
-    )
+        logits, adjusted, rows, places, fields["adjusted"], *asked, *stops, figures.maxima, tokens,
+        num_warps=16, **sizes.passes(vocab), **common,
+    )  # fmt: skip
     return tokens

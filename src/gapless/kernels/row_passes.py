@@ -121,7 +121,8 @@ def _token_at(base, stops, num_stops, top, warmth, floor, target, VOCAB: tl.cons
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def pick_by_passes(
-    logits, rows, places, temperatures, top_ps, min_ps, top_ks, seeds, stop_ids, min_total, maxima, tokens,
+    logits, adjusted, rows, places, is_adjusted, temperatures, top_ps, min_ps, top_ks, seeds, stop_ids, min_total,
+    maxima, tokens,
     VOCAB: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr,
     SEAT_WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +132,7 @@ def pick_by_passes(
     if tl.load(tokens + i) == UNSETTLED:
         row = tl.load(rows + i)
         seat = row * SEAT_WORDS
-        base = logits + i * VOCAB
+        base = (logits + i * VOCAB, adjusted + i * VOCAB, tl.load(is_adjusted + seat))
         stops = stop_ids + seat
         place = tl.load(places + i)
         num_stops = num_forbidden(place, min_total + seat, stops, NUM_STOPS)

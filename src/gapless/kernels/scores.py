@@ -21,6 +21,7 @@ from gapless.kernels.shortlist import (
     list_from,
     load_list,
     look,
+    plain,
     sum_tiles,
     survey_columns,
 )
@@ -38,7 +39,8 @@ def _survey(
     i = tl.program_id(0).to(tl.int64)
     if tl.load(places + i) >= 0:
         tile, column = survey_columns(TILE, SPAN)
-        x = look(logits + i * VOCAB, column, places, 0, VOCAB)
+        base = plain(logits + i * VOCAB)
+        x = look(base, column, places, 0, VOCAB)
         largest = tl.max(x, axis=1)
         tl.store(maxima + i * NUM_TILES + tile, largest, mask=tile < NUM_TILES)
         tl.store(sums + i * NUM_TILES + tile, sum_tiles(x, largest, 1.0), mask=tile < NUM_TILES)
@@ -63,7 +65,7 @@ def _next_best(base, above, after, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.full([BLOCK], VOCAB, tl.int32)
     for start in range(0, VOCAB, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = look(base, column, base, 0, VOCAB)
+        x = look(base, column, base[0], 0, VOCAB)
         is_left = ((x < above) | ((x == above) & (column > after))) & (column < VOCAB)
         is_better = is_left & ((x > best) | (place == VOCAB))
         best = tl.where(is_better, x, best)
@@ -95,7 +97,7 @@ def _score(
     i = tl.program_id(0).to(tl.int64)
     place = tl.load(places + i)
     if place >= 0:
-        base = logits + i * VOCAB
+        base = plain(logits + i * VOCAB)
         wanted = tl.load(num_top)
         out += place.to(tl.int64) * (2 + 2 * wanted)
         tile = tl.arange(0, TILES)
@@ -108,11 +110,11 @@ def _score(
         ids += i * ROOM
         limit = limit_for(largest, top, tl.maximum(wanted, FIRST), total, 0.0)
         count = list_from(
-            limit, base, largest, near + i * NUM_TILES, values, ids, base, 0,
+            limit, base, largest, near + i * NUM_TILES, values, ids, logits, 0,
             VOCAB, TILE, NUM_TILES, TILES, CHUNK, ROOM,
         )  # fmt: skip
         x, token = load_list(values, ids, count, ROOM)
-        own = look(base, tl.maximum(tl.load(tokens + i), 0), base, 0, VOCAB)  # NO_SAMPLE has no logit
+        own = look(base, tl.maximum(tl.load(tokens + i), 0), logits, 0, VOCAB)  # NO_SAMPLE has no logit
         larger = tl.sum((x > own).to(tl.int32), axis=0)
         if (own < limit) | (count > ROOM):
             larger = _num_larger(base, own, VOCAB, BLOCK)

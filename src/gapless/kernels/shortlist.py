@@ -88,18 +88,28 @@ def num_forbidden(place, min_total, stops, NUM_STOPS: tl.constexpr):
 
 
 @triton.jit
+def plain(logits):
+    """A row whose logits are read as they are."""
+    return logits, logits, tl.full([], 0, tl.int32)
+
+
+@triton.jit
 def fetch(base, column, VOCAB: tl.constexpr):
-    """Logits of one row as they are, -inf beyond the vocabulary."""
-    return tl.load(base + column, mask=column < VOCAB, other=-float("inf"))
+    """Logits of one row in float32, -inf beyond the vocabulary.
+
+    base: the model's logits, those that kernels/adjust.py made of them, and 1 where these count, else 0.
+    """
+    x = tl.load(base[0] + column, mask=column < VOCAB - VOCAB * base[2], other=-float("inf")).to(tl.float32)
+    y = tl.load(base[1] + column, mask=column < VOCAB * base[2], other=-float("inf")).to(tl.float32)
+    return tl.where(base[2] == 0, x, y)
 
 
 @triton.jit
 def admit(x, column, stops, num_stops):
-    """Logits in float32, -inf for NaN and for the first `num_stops` of the stop tokens.
+    """Logits, -inf for NaN and for the first `num_stops` of the stop tokens.
 
     As their number is not a constant, a row without forbidden tokens jumps over the loop.
     """
-    x = x.to(tl.float32)
     x = tl.where(x == x, x, -float("inf"))
     for i in range(num_stops):
         x = tl.where(column == tl.load(stops + i), -float("inf"), x)

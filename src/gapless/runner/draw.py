@@ -9,6 +9,7 @@ import torch
 
 from gapless.core.plan import score_width
 from gapless.core.row_fields import ALL_NEEDS, BIASED, COUNTED, need
+from gapless.kernels.adjust import adjust
 from gapless.kernels.argmax import argmax
 from gapless.kernels.draw import draw
 from gapless.kernels.scores import score_rows
@@ -16,10 +17,9 @@ from gapless.kernels.shortlist import SIZES, ShortlistSizes
 from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import seat_columns
 
-READ = need("temperature", "top_k", "top_p", "min_p", "min_total")  # by the kernels
-assert READ | need("masked") | COUNTED | BIASED == ALL_NEEDS, (
-    "no kernel reads one of the row fields: a GPU would ignore it without a word"
-)
+DRAWN = need("temperature", "top_k", "top_p", "min_p", "min_total")  # read by kernels/draw
+ADJUSTED = COUNTED | BIASED | need("masked", "top_n_sigma", "typical_p")  # read by kernels/adjust
+assert DRAWN | ADJUSTED == ALL_NEEDS, "no kernel reads one of the row fields: a GPU would ignore it without a word"
 
 
 def pick(logits: torch.Tensor, sampled: SampledRows, needs: int, *, sizes: ShortlistSizes = SIZES) -> torch.Tensor:
@@ -29,7 +29,10 @@ def pick(logits: torch.Tensor, sampled: SampledRows, needs: int, *, sizes: Short
     """
     if not needs:
         return argmax(logits)
-    return draw(logits, sampled.rows, sampled.places, seat_columns(sampled.state.seats), sizes)
+    rows, places, state = sampled.rows, sampled.places, sampled.state
+    fields = seat_columns(state.seats)
+    adjusted = adjust(logits, rows, places, fields, state.masks, state.counts, state.biases, sizes.block)
+    return draw(logits, adjusted, rows, places, fields, sizes)
 
 
 def score_samples(

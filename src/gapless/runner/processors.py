@@ -90,6 +90,33 @@ def penalize(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
     return logits - fields["presence_penalty"][:, None] * (generated > 0)
 
 
+def keep_near_top(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
+    """Top-n-sigma: keep logits within so many standard deviations of the largest. What is -inf does not count."""
+    is_finite = logits.isfinite()
+    count = is_finite.sum(dim=1).clamp(min=1)
+    mean = logits.where(is_finite, 0.0).sum(dim=1) / count
+    sigma = (((logits - mean[:, None]).where(is_finite, 0.0) ** 2).sum(dim=1) / count).sqrt()
+    top_n = fields["top_n_sigma"]
+    floor = torch.where(top_n > 0, logits.amax(dim=1) - top_n * sigma, -torch.inf)
+    return logits.masked_fill(logits < floor[:, None], -torch.inf)
+
+
+def keep_typical(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
+    """Typical-p: keep tokens whose information is closest to the entropy, until they reach the probability.
+
+    Information and entropy, each less the same number, are the logit's distance to the largest, and its mean.
+    """
+    below = logits - logits.amax(dim=1, keepdim=True)
+    probs = below.softmax(dim=1, dtype=torch.float64)
+    mean = (probs * below.where(below.isfinite(), 0.0)).sum(dim=1, keepdim=True)
+    distance = (below - mean.to(below.dtype)).abs()
+    ordered, order = distance.sort(dim=1, stable=True)
+    before = probs.gather(1, order).cumsum(dim=1) < fields["typical_p"][:, None]
+    last = before.sum(dim=1, keepdim=True).clamp(max=logits.shape[1] - 1)
+    farthest = torch.where(fields["typical_p"][:, None] < 1, ordered.gather(1, last), torch.inf)
+    return logits.masked_fill(distance > farthest, -torch.inf)
+
+
 def scale(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
     """Divide the distance to the largest logit by the temperature: at most 0, so that no temperature overflows."""
     temperature = fields["temperature"]
@@ -108,6 +135,8 @@ PROCESSORS = (
     Processor(need("min_total"), forbid_stops),
     Processor(BIASED, add_biases),
     Processor(COUNTED, penalize),
+    Processor(need("top_n_sigma"), keep_near_top),
+    Processor(need("typical_p"), keep_typical),
     Processor(need("temperature"), scale),
     Processor(need("top_k", "top_p", "min_p"), keep_likeliest),
 )

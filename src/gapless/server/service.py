@@ -42,6 +42,8 @@ SHARED = (  # parameters that have the same name in a body and in SamplingParams
     "top_k",
     "min_p",
     "min_tokens",
+    "typical_p",
+    "top_n_sigma",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",

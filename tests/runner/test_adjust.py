@@ -1,0 +1,134 @@
+"""The kernels that adjust logits against the processors in torch, under Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_sampler import ADJUSTED, Always, bits_of, chi_square, random_logits, rows_with
+
+import oracles
+from gapless.core.params import SamplingParams
+from gapless.core.plan import NO_SAMPLE
+from gapless.core.row_fields import ALL_NEEDS, need
+from gapless.kernels.adjust import adjust
+from gapless.kernels.shortlist import ShortlistSizes
+from gapless.runner.draw import ADJUSTED as NEEDS_COPY
+from gapless.runner.draw import pick
+from gapless.runner.processors import PROCESSORS, SampledRows
+from gapless.runner.row_store import RowState, seat_columns
+from gapless.runner.sampler import sample
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+IS_GPU = DEVICE.type == "cuda"
+VOCAB = 70
+SMALL = ShortlistSizes(tile=4, span=8, chunk=4, first=4, room=32, block=32)
+KINDS = {
+    **ADJUSTED,
+    "sigma": {"top_n_sigma": 1.0},
+    "wide sigma": {"top_n_sigma": 50.0},
+    "typical": {"typical_p": 0.4},
+    "hardly typical": {"typical_p": 0.0},
+    "narrow": {"typical_p": 0.8, "top_n_sigma": 1.5, "repetition_penalty": 1.4, "logit_bias": {1: 2.0}, "top_k": 9},
+    "typical and top-p": {"typical_p": 0.6, "top_p": 0.7},
+}
+
+
+def scene(
+    kinds: list[str], temperature: float, *, vocab: int = VOCAB, masked: int = 2
+) -> tuple[SampledRows, int, list[SamplingParams]]:
+    """A row of each kind, every `masked`-th with a mask, after some known tokens; and what any of them needs."""
+    random = np.random.default_rng(len(kinds))
+    params = [SamplingParams(temperature=temperature, **KINDS[kind]) for kind in kinds]
+    prompts = [random.integers(0, vocab, 4).tolist() for _ in kinds]
+    outputs = [random.integers(0, vocab, 6).tolist() for _ in kinds]
+    store, needs = rows_with(params, prompts, outputs, vocab, guides=[row % masked == 1 for row in range(len(kinds))])
+    allowed = random.random((len(kinds) + 1, vocab)) < 0.6
+    allowed[:, 5] = True
+    store.masks[:] = bits_of(allowed)
+    state = RowState(*(getattr(store.state, field.name).to(DEVICE) for field in fields(RowState)))
+    rows = torch.arange(len(kinds), device=DEVICE)
+    return SampledRows(rows, rows + 10, state), needs, params
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_copy_is_what_the_processors_make_of_the_logits(dtype: torch.dtype) -> None:
+    kinds = list(KINDS)
+    sampled, needs, _ = scene(kinds, 1.0)
+    logits = torch.from_numpy(random_logits(4, len(kinds), VOCAB)).to(DEVICE, dtype)
+    logits[0, 3], logits[1, 4] = -torch.inf, torch.nan
+    before = logits.clone()
+    state = sampled.state
+    found = adjust(
+        logits, sampled.rows, sampled.places, seat_columns(state.seats), state.masks, state.counts, state.biases, 32
+    )
+    wanted = logits.float()
+    for processor in PROCESSORS:
+        if processor.needs & NEEDS_COPY:
+            wanted = processor.apply(wanted, sampled.fields(needs))
+    is_adjusted = seat_columns(state.seats)["adjusted"][:-1] != 0
+    assert [kind for kind, is_ in zip(kinds, is_adjusted.tolist(), strict=True) if not is_] == ["none"]
+    torch.testing.assert_close(found[is_adjusted], wanted[is_adjusted], rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert torch.equal(torch.nan_to_num(logits), torch.nan_to_num(before))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("masked", [2, 99])
+def test_tokens_are_those_of_the_torch_sampler(temperature: float, masked: int) -> None:
+    kinds = list(KINDS)
+    sampled, needs, _ = scene(kinds, temperature, masked=masked)
+    for seed in range(9 if IS_GPU else 1):
+        logits = torch.from_numpy(random_logits(seed, len(kinds), VOCAB)).to(DEVICE)
+        expected = sample(logits, sampled, needs).tolist()
+        assert pick(logits, sampled, ALL_NEEDS, sizes=SMALL).tolist() == expected
+
+
+def test_stop_tokens_that_may_not_come_yet_do_not_count() -> None:
+    """Not in the spread of the logits, not in their entropy."""
+    kinds = ["sigma", "typical"]
+    sampled, needs, _ = scene(kinds, 1.0, masked=99)
+    logits = torch.from_numpy(random_logits(3, 2, VOCAB)).to(DEVICE)
+    logits[:, 7] = 30.0
+    columns = seat_columns(sampled.state.seats)
+    columns["stop_ids"][:] = -1
+    columns["stop_ids"][:, 0], columns["min_total"][:] = 7, 99
+    needs |= need("min_total")
+    expected = sample(logits, sampled, needs).tolist()
+    assert pick(logits, sampled, ALL_NEEDS, sizes=SMALL).tolist() == expected
+    assert 7 not in expected
+
+
+def test_a_row_without_a_largest_logit_has_no_sample() -> None:
+    kinds = ["all", "sigma", "typical", "narrow"]
+    sampled, _, _ = scene(kinds, 1.0, masked=99)
+    for value in (torch.nan, -torch.inf, torch.inf):
+        logits = torch.full((len(kinds), VOCAB), value, device=DEVICE)
+        assert pick(logits, sampled, ALL_NEEDS, sizes=SMALL).tolist() == [NO_SAMPLE] * len(kinds)
+
+
+@pytest.mark.parametrize("kind", ["all", "sigma", "typical"])
+def test_tokens_come_as_often_as_they_are_likely(kind: str) -> None:
+    count, vocab = 20_000 if IS_GPU else 8, 10  # the interpreter is slow
+    changes = dict(KINDS[kind]) | ({"logit_bias": {0: 0.8, 3: -1.0}} if kind == "all" else {})
+    params = SamplingParams(temperature=0.9, **changes)
+    one, prompt, output = random_logits(8, 1, vocab) / 2, [1, 2, 2], [2, 4, 4, 4, 9]
+    store, _ = rows_with([params], [prompt], [output], vocab)
+    state = RowState(*(getattr(store.state, field.name).to(DEVICE) for field in fields(RowState)))
+    places = torch.arange(count, device=DEVICE)
+    sampled = SampledRows(torch.zeros_like(places), places, state)
+    found = pick(torch.from_numpy(np.repeat(one, count, 0)).to(DEVICE), sampled, ALL_NEEDS, sizes=SMALL)
+    shares = oracles.distribution(oracles.adjust(one[0], params, prompt, output), params)
+    counts = np.bincount(found.cpu().numpy(), minlength=vocab)
+    assert not counts[shares == 0].any()
+    assert not IS_GPU or chi_square(counts[shares > 0], shares[shares > 0]) < 28
+
+
+def test_a_guide_alone_needs_the_copy() -> None:
+    store, needs = rows_with([replace(SamplingParams(), temperature=0)], [[1]], [[]], VOCAB, guides=[True])
+    assert (needs, int(seat_columns(store.seats)["adjusted"][0])) == (need("masked"), 1)
+    assert Always.waits is False
