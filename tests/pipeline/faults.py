@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+import mask_faults
 import native_faults
 import score_faults
 import state_faults
@@ -30,6 +31,7 @@ from stages import stage, why_no_stage
 from gapless.core.params import SamplingParams
 from gapless.proof.judge import Judge
 from gapless.proof.play import Watch, play
+from gapless.proof.rule import Rule
 from gapless.proof.schedule import Ask, Schedule
 from toy import toy_requests
 
@@ -68,6 +70,8 @@ def schedules(on: str) -> list[Schedule]:
         replace(plain, asks=_scored(late), num_blocks=9, max_batch_tokens=5, depth=2, order=6),
         replace(plain, asks=_scored(aborted), num_blocks=14, max_batch_tokens=7, failures=(6,), depth=3, order=7),
         replace(plain, asks=_crowded(), num_rows=2, num_blocks=6, max_batch_tokens=3, depth=2),
+        replace(plain, asks=_guided(late, fixed="bcg"), num_blocks=9, depth=3, order=9),
+        replace(plain, asks=_guided(aborted, fixed=""), num_blocks=9, failures=(7,), depth=2, order=10),
     ]
 
 
@@ -93,6 +97,12 @@ def _crowded() -> tuple[Ask, ...]:
     first = Ask("q0", (3, 5), SamplingParams(max_tokens=12, temperature=0, logprobs=1), 0)
     params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=1)
     return first, Ask("q1", tuple(range(20, 37)), params, 0, arrival=1)
+
+
+def _guided(asks: tuple[Ask, ...], fixed: str) -> tuple[Ask, ...]:
+    """Most of them: some by a mask that never changes, one until it is over."""
+    rules = {id: Rule(1, waits=id not in fixed) for id in "abcfgh"} | {"e": Rule(2, over_after=4)}
+    return tuple(replace(ask, rule=rules.get(ask.id)) for ask in asks)
 
 
 def _scored(asks: tuple[Ask, ...]) -> tuple[Ask, ...]:
@@ -124,12 +134,12 @@ def _of_graphs() -> list[Fault]:
         return []
     import shape_faults
 
-    return shape_faults.FAULTS
+    return shape_faults.FAULTS + mask_faults.of_graphs()
 
 
 FAULTS = [
     fault
-    for fault in (*state_faults.FAULTS, *score_faults.FAULTS, *_of_graphs(), *native_faults.FAULTS)
+    for fault in (*state_faults.FAULTS, *score_faults.FAULTS, *mask_faults.FAULTS, *_of_graphs(), *native_faults.FAULTS)
     if why_no_stage(fault.stage) is None
 ]
 ALL = [of_executor(mistake) for mistake in MISTAKES] + FAULTS

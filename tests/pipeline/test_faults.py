@@ -24,7 +24,7 @@ def test_without_a_mistake_nothing_is_seen(stage: str) -> None:
 def test_what_a_request_gives_alone_is_the_toys_truth() -> None:
     for ask in {ask for schedule in schedules(TOY) for ask in schedule.asks}:
         request = Request(ask.id, int_array(ask.prompt), ask.params, ask.seed, ask.stop_ids, ask.length)
-        assert judge(TOY).alone(ask).tokens == tuple(toy_truth(request))
+        assert judge(TOY).alone(ask).tokens == tuple(toy_truth(request, ask.rule))
 
 
 def test_the_table_is_long_and_names_each_mistake_once() -> None:
