@@ -47,7 +47,7 @@ class GraphStage(ToyStage):
 
     def cast(self, block_size: int) -> Cast:
         """A new one each time: a mistake may leave the padding row in disorder."""
-        from gapless.runner import graphs, ladder
+        from gapless.runner import graphs, halves, ladder
 
         cast, no_gpu = super().cast(block_size), lambda: None
         inner = cast.runner
@@ -57,7 +57,8 @@ class GraphStage(ToyStage):
             "record": lambda body, pool, stream: Played(body),
             "compiled_ahead": lambda *_: nullcontext(SimpleNamespace(names=[])),
         }
-        with patching(graphs, **recording, **KERNELS), patching(ladder, **sizes), patching(torch.cuda, **cuda):
+        patched = patching(graphs, **recording), patching(halves, **KERNELS), patching(ladder, **sizes)
+        with patched[0], patched[1], patched[2], patching(torch.cuda, **cuda):
             runner = graphs.GraphRunner(inner, inner._step, cast.limits, CpuDevice(driver=InlineDriver()))
         return Cast(runner, cast.layers, cast.limits)
 
@@ -70,9 +71,9 @@ class Played:
 
     @torch.inference_mode()
     def replay(self) -> None:
-        from gapless.runner import graphs
+        from gapless.runner import halves
 
-        with patching(graphs, **KERNELS):
+        with patching(halves, **KERNELS):
             self._body()
 
 

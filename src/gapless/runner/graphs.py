@@ -1,10 +1,10 @@
 """Steps as replays of captured CUDA graphs, for a ladder of shapes.
 
 A greedy decode step is one replay, any other is two, one for each half: rows in, logits; logits, tokens out. Steps are
-padded to the next shape with a row that nobody owns. That holds for decode
-steps and for steps with chunks of any number and length, for any sampling and for the log-probabilities of samples.
-Those of a prompt are computed after the replay, from the hidden states it leaves. A step without a graph (one that
-copies blocks) runs as it is and is counted with the reason.
+padded to the next shape with a row that nobody owns. That holds for decode steps and for steps with chunks of any
+number and length, for any sampling and for the log-probabilities of samples. Those of a prompt are computed after the
+replay, from the hidden states it leaves. A step without a graph (one that copies blocks) runs as it is and is counted
+with the reason.
 """
 
 from __future__ import annotations
@@ -21,33 +21,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from gapless.attention.base import AttentionBatch
 from gapless.core.limits import Limits
-from gapless.core.params import MAX_LOGPROBS
 from gapless.core.plan import Plan, score_width
 from gapless.core.request import IntArray
-from gapless.core.row_fields import ALL_NEEDS
 from gapless.device.base import COMPUTE, STREAMS, Buffer, Device
 from gapless.garbage import collections_paused
 from gapless.kernels.ahead import compiled_ahead
-from gapless.kernels.baggage import take_in_baggage
 from gapless.kernels.compilers import Compilers
-from gapless.kernels.ends import DecodeInputs, begin, end
-from gapless.kernels.mixed import NO_SCORE, MixedInputs, begin_mixed, end_mixed
+from gapless.kernels.mixed import NO_SCORE
 from gapless.runner.capture import CaptureCost, record
-from gapless.runner.draw import score_samples
 from gapless.runner.fill import Filled
+from gapless.runner.halves import NO_BLOCK, Halves, StaticInputs, decode_size
 from gapless.runner.ladder import Shape, decode_shapes, mixed_shapes
 from gapless.runner.logprobs import score
-from gapless.runner.mixed import in_slices, mixed_capacity, pack_mixed, score_places
+from gapless.runner.mixed import in_slices, pack_mixed, score_places
 from gapless.runner.new_masks import NewMasks
-from gapless.runner.processors import SampledRows
 from gapless.runner.runner import Runner
-from gapless.runner.step import Inputs, Outputs, Predicted, Step
+from gapless.runner.step import Predicted, Step
 
 log = logging.getLogger(__name__)
-
-NO_BLOCK = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +47,7 @@ class Captured:
     """A step's graphs, and the tensors they work on, which must live as long."""
 
     graphs: tuple[torch.cuda.CUDAGraph, ...]  # of the whole, or of its two halves
-    inputs: DecodeInputs | MixedInputs
+    inputs: StaticInputs
 
 
 class GraphRunner:
@@ -75,18 +67,14 @@ class GraphRunner:
         self._device = device
         self.ledger: Counter[str] = Counter()  # steps without a graph, by reason
         self.num_padding = 0  # tokens computed only to fill up a shape
-        num_rows, where = limits.num_rows, device.torch_device
-        self._packed = torch.zeros(mixed_capacity(limits), dtype=torch.int32, device=where)
-        # tokens of samples, then their scores
-        self._out = torch.zeros(num_rows * (1 + score_width(MAX_LOGPROBS)), dtype=torch.int32, device=where)
-        static = (Buffer("graph.in", self._packed, host=False), Buffer("graph.out", self._out, host=False))
+        self._halves = halves = Halves(runner.rows, limits, device.torch_device)
+        static = (Buffer("graph.in", halves.packed, host=False), Buffer("graph.out", halves.out, host=False))
         self.buffers: Sequence[Buffer] = (*runner.buffers, *static)  # graphs share them: one replay at a time
         self.mask_words = runner.mask_words
         self._graphs: dict[tuple[Shape, bool], Captured] = {}  # by shape and whether all rows are greedy, unscored
         self._decode_shapes: list[Shape] = []  # captured, smallest first
         self._mixed_shapes: list[Shape] = []
-        self._resident: tuple[Shape, IntArray] | None = None  # the decode rows that `_packed` holds, if it does
-        self._hidden: torch.Tensor | None = None  # hidden states of the last step that had chunks
+        self._resident: tuple[Shape, IntArray] | None = None  # the decode rows that `packed` holds, if it does
         self._capture_all(progress)
 
     def fill(self, plan: Plan, out: IntArray) -> Filled:
@@ -118,7 +106,7 @@ class GraphRunner:
             blocks[np.searchsorted(plan.decode_rows, plan.new_blocks[:, 0])] = plan.new_blocks[:, 2]
         places[:] = score_places(plan, size) if len(plan.score_samples) else NO_SCORE
         out[3 * size] = plan.num_top
-        return _decode_size(shape)
+        return decode_size(shape)
 
     def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         """Replay the plan's graph, or run it as it is."""
@@ -168,14 +156,14 @@ class GraphRunner:
 
     def _take_in(self, packed_plan: torch.Tensor) -> None:
         if len(packed_plan):
-            self._packed[: len(packed_plan)].copy_(packed_plan)
+            self._halves.packed[: len(packed_plan)].copy_(packed_plan)
 
     def _give(self, plan: Plan, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         """What the graphs left, to `out`."""
         count, scores = plan.num_samples, len(plan.score_samples) * score_width(plan.num_top)
-        out[:count].copy_(self._out[:count])
+        out[:count].copy_(self._halves.out[:count])
         if scores:
-            out[count : count + scores].copy_(self._scores[:scores])
+            out[count : count + scores].copy_(self._halves.scores[:scores])
         if plan.num_targets:
             with self._device.watch():
                 self._score_targets(plan, packed_plan, out[count + scores : plan.num_results])
@@ -191,13 +179,8 @@ class GraphRunner:
             scores.copy_(self._score_slice(places[part], targets[part], plan.num_top).view(-1)[: len(scores)])
 
     def _score_slice(self, places: torch.Tensor, targets: torch.Tensor, num_top: int) -> torch.Tensor:
-        assert self._hidden is not None
         by = self._step.score or score
-        return by(self._step.model.logits(self._hidden[places]), targets, num_top)
-
-    @property
-    def _scores(self) -> torch.Tensor:
-        return self._out[self._limits.num_rows :]
+        return by(self._step.model.logits(self._halves.hidden[places]), targets, num_top)
 
     def _shape(self, plan: Plan) -> Shape | None:
         """The smallest captured shape that holds the plan."""
@@ -227,7 +210,7 @@ class GraphRunner:
             for shape, is_plain in wanted:
                 if not self.cost.within_budget():
                     break
-                inputs = self._padding(shape)
+                inputs = self._halves.padding(shape)
                 self._graphs[shape, is_plain] = Captured(self._capture(inputs, is_plain, pool, stream), inputs)
                 if not is_plain:  # all of its graphs are there
                     (self._mixed_shapes if shape.has_chunks else self._decode_shapes).insert(0, shape)
@@ -239,18 +222,18 @@ class GraphRunner:
         log.info("%s", self.cost)
 
     def _capture(
-        self, inputs: DecodeInputs | MixedInputs, is_plain: bool, pool: Any, stream: torch.cuda.Stream
+        self, inputs: StaticInputs, is_plain: bool, pool: Any, stream: torch.cuda.Stream
     ) -> tuple[torch.cuda.CUDAGraph, ...]:
         """The logits between two halves are kept until the second is captured, which therefore leaves them alone."""
         if is_plain:
-            return (record(partial(self._play, self._step, inputs, is_plain), pool, stream),)
+            return (record(partial(self._halves.play, self._step, inputs, is_plain), pool, stream),)
         between: list[Predicted] = []
 
         def predict() -> None:
-            between[:] = [self._predict(self._step, inputs)]
+            between[:] = [self._halves.predict(self._step, inputs)]
 
         first = record(predict, pool, stream)
-        second = record(lambda: self._finish(self._step, inputs, between[0], is_plain), pool, stream)
+        second = record(lambda: self._halves.finish(self._step, inputs, between[0], is_plain), pool, stream)
         return first, second
 
     def _rehearse(self, wanted: Sequence[tuple[Shape, bool]], progress: Callable[[int, int], None] | None) -> None:
@@ -259,10 +242,10 @@ class GraphRunner:
         with Compilers() as compilers, compiled_ahead(compilers, progress) as ahead:
             compilers.start_if_cold()
             for shape, is_plain in wanted:
-                self._play(step, self._padding(shape), is_plain)
+                self._halves.play(step, self._halves.padding(shape), is_plain)
         self.cost.num_kernels = len(ahead.names)
         for shape, is_plain in wanted:
-            self._play(step, self._padding(shape), is_plain)
+            self._halves.play(step, self._halves.padding(shape), is_plain)
         # the allocator keeps memory for each stream apart, and this runs on the engine's own
         self._device.stream(STREAMS[COMPUTE]).run(self._rehearse_rest, "rehearsal")
         torch.cuda.synchronize()
@@ -270,103 +253,9 @@ class GraphRunner:
     @torch.inference_mode()
     def _rehearse_rest(self) -> None:
         """What runs beside graphs: scores of prompts, and masks on their way to the rows."""
-        nothing = torch.zeros(self._limits.num_rows, dtype=torch.int64, device=self._packed.device)
+        nothing = torch.zeros(self._limits.num_rows, dtype=torch.int64, device=self._halves.packed.device)
         self._score_slice(nothing, nothing, num_top=0)
         self._runner.rows.take_masks(NewMasks(nothing[:1], self._runner.rows.masks[-1:].clone()))
-
-    def _padding(self, shape: Shape) -> DecodeInputs | MixedInputs:
-        """Inputs of this shape, and in `_packed` a plan that is padding alone."""
-        device = self._packed.device
-        if shape.has_chunks:
-            self._packed.zero_()
-            return MixedInputs(shape.num_rows, shape.num_tokens, device)
-        rows, rest = self._packed[: _decode_size(shape)].tensor_split([shape.num_rows])
-        rows.fill_(self._limits.num_rows)
-        rest.fill_(NO_BLOCK)
-        return DecodeInputs(shape.num_rows, device)
-
-    def _play(self, step: Step, inputs: DecodeInputs | MixedInputs, is_plain: bool) -> None:
-        """The step that graphs record, from `_packed` to `_out`."""
-        self._finish(step, inputs, self._predict(step, inputs), is_plain)
-
-    @torch.inference_mode()
-    def _predict(self, step: Step, inputs: DecodeInputs | MixedInputs) -> Predicted:
-        return self._begin_mixed(step, inputs) if isinstance(inputs, MixedInputs) else self._begin_decode(step, inputs)
-
-    @torch.inference_mode()
-    def _finish(self, step: Step, inputs: DecodeInputs | MixedInputs, predicted: Predicted, is_plain: bool) -> None:
-        if isinstance(inputs, MixedInputs):
-            self._end_mixed(step, inputs, predicted)
-        else:
-            self._end_decode(step, inputs, predicted, is_plain)
-
-    def _begin_decode(self, step: Step, inputs: DecodeInputs) -> Predicted:
-        """One token of each row: the same step, between two kernels of its own."""
-        rows = self._runner.rows
-        begin(self._packed, rows.last_token, rows.length, rows.blocks, self._limits.block_size, inputs)
-        return step.predict(Inputs(inputs.ids, inputs.positions, self._decode_batch(inputs)))
-
-    def _end_decode(self, step: Step, inputs: DecodeInputs, predicted: Predicted, is_plain: bool) -> None:
-        rows, size = self._runner.rows, inputs.batch
-        sampled = SampledRows(inputs.rows, inputs.lengths, rows.state)
-        found = step.sample(predicted, sampled, 0 if is_plain else ALL_NEEDS)
-        counts = None if is_plain else rows.counts
-        end(found.tokens, inputs, rows.last_token, rows.length, counts, self._out)
-        if not is_plain:
-            self._score(found, self._packed[2 * size : 3 * size], self._packed[3 * size : 3 * size + 1])
-
-    def _decode_batch(self, inputs: DecodeInputs) -> AttentionBatch:
-        nothing = self._packed[:0]
-        return AttentionBatch(
-            slots=inputs.slots,
-            blocks=self._runner.rows.blocks,
-            decode_rows=inputs.rows,
-            decode_lengths=inputs.lengths,
-            max_decode_length=self._limits.max_model_len,
-            num_chunk_tokens=0,
-            chunk_rows=nothing,
-            chunk_offsets=nothing,
-            chunk_starts=nothing,
-            chunk_ends=nothing,
-            chunks=(),
-        )
-
-    def _begin_mixed(self, step: Step, inputs: MixedInputs) -> Predicted:
-        """Any step with chunks."""
-        rows, limits = self._runner.rows, self._limits
-        kept = rows.last_token, rows.length
-        begin_mixed(self._packed, *kept, rows.blocks, rows.seats, limits.block_size, limits.max_new_blocks, inputs)
-        take_in_baggage(self._packed, rows.counts, rows.biases)
-        found = step.predict(Inputs(inputs.ids, inputs.positions, self._mixed_batch(inputs), inputs.sample_tokens))
-        if self._hidden is None:
-            self._hidden = torch.empty_like(found.hidden)  # the largest shape is played first
-        self._hidden[: len(found.hidden)].copy_(found.hidden)
-        return found
-
-    def _end_mixed(self, step: Step, inputs: MixedInputs, predicted: Predicted) -> None:
-        rows = self._runner.rows
-        sampled = SampledRows(inputs.sample_rows, inputs.sample_places, rows.state)
-        found = step.sample(predicted, sampled, ALL_NEEDS)
-        end_mixed(self._packed, found.tokens, inputs, rows.last_token, rows.length, rows.counts, self._out)
-        self._score(found, inputs.score_places, inputs.num_top)
-
-    def _mixed_batch(self, inputs: MixedInputs) -> AttentionBatch:
-        return AttentionBatch(
-            slots=inputs.slots,
-            blocks=self._runner.rows.blocks,
-            decode_rows=inputs.decode_rows,
-            decode_lengths=inputs.decode_lengths,
-            max_decode_length=self._limits.max_model_len,
-            chunk_rows=inputs.chunk_rows,
-            chunk_offsets=inputs.chunk_offsets,
-            chunk_starts=inputs.chunk_starts,
-            chunk_ends=inputs.chunk_ends,
-            chunks=(),
-            num_chunk_tokens=inputs.num_tokens,
-        )
-
-    def _score(self, found: Outputs, places: torch.Tensor, num_top: torch.Tensor) -> None:
-        score_samples(found.logits, found.tokens, places, num_top, self._scores)
 
 
 def _why_no_graph(plan: Plan) -> str | None:
@@ -376,8 +265,3 @@ def _why_no_graph(plan: Plan) -> str | None:
 def _is_plain(plan: Plan, shape: Shape) -> bool:
     """Whether the graph for greedy rows without scores will do; a step with chunks takes too long to gain by it."""
     return not shape.has_chunks and plan.needs == 0 and plan.num_scores == 0
-
-
-def _decode_size(shape: Shape) -> int:
-    """Numbers that a decode step reads: rows, their new blocks, the places of their scores, and num_top."""
-    return 3 * shape.num_rows + 1
