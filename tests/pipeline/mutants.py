@@ -6,6 +6,9 @@ script is
 
     h2d.run  h2d.record(h2d_over)  compute.wait(h2d_over)  compute.run  compute.record(compute_over)
     d2h.wait(compute_over)  d2h.run  d2h.record(d2h_over)
+
+That of an open step ends with `compute.run`. `complete` has a script of its own, the same again with masks and
+`masks_over` in place of the plan and `h2d_over`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.device.base import STREAMS, Buffer, Device, Event, Stream
 from gapless.pipeline.executor import FillMasks, LocalExecutor, StepRunner, Ticket
+from gapless.proof.rule import Rule
 from gapless.runner.fill import Filled
 
 
@@ -97,6 +101,15 @@ class Mutant(LocalExecutor):
         return ticket
 
 
+class MaskMutant(Mutant):
+    """Only second halves are edited."""
+
+    def launch(self, plan: Plan) -> Ticket:
+        ticket = LocalExecutor.launch(self, plan)
+        self._scripted.play(keep)
+        return ticket
+
+
 def keep(script: Script) -> Script:
     return script
 
@@ -137,6 +150,12 @@ def odd_steps_compute_on(stream: str) -> Edit:
         return [replace(line, stream=stream) if line.stream == "compute" else line for line in script]
 
     return edit
+
+
+def sampled_first(script: Script) -> Script:
+    """The second half is queued before its masks are filled and copied."""
+    script.insert(0, script.pop(_find(script, "compute", "run")))
+    return script
 
 
 def _find(script: Script, stream: str, verb: str) -> int:
@@ -193,6 +212,17 @@ class HostWritesAfterLaunch(Mutant):
         return ticket
 
 
+class MasksWrittenAfterLaunch(MaskMutant):
+    """The host clears its masks as soon as the second half is launched."""
+
+    def complete(self, ticket: Ticket, fill_masks: FillMasks) -> Ticket:
+        ticket = super().complete(ticket, fill_masks)
+        assert ticket.slot is not None
+        self._device.touch("clear", writes=(ticket.slot.host_masks,))
+        ticket.slot.host_masks.array[2 * self._num_rows :] = 0
+        return ticket
+
+
 def sharing(field: str) -> type[Mutant]:
     """The slots have this buffer or event in common, and the rest of their own."""
 
@@ -215,6 +245,7 @@ class Mistake:
     race: bool = True  # the checker raises, whatever the timing
     tokens: bool = True  # under some seed the tokens are wrong
     stall: bool = False  # a step comes back only after the next one has run too
+    rule: Rule | None = None  # guides every request; None: no request is guided
 
 
 MISTAKES = [
@@ -249,6 +280,18 @@ MISTAKES = [
     Mistake("slots share device_in", sharing("device_in")),
     Mistake("slots share device_out", sharing("device_out")),
     Mistake("slots share host_out", sharing("host_out")),
+    # masks: the second half of a step
+    Mistake("sampling does not wait for masks_over", MaskMutant, lambda: drop("compute", "wait"), rule=Rule(1)),
+    Mistake("sampling is launched before its masks are filled", MaskMutant, lambda: sampled_first, rule=Rule(1)),
+    Mistake("masks_over is never recorded", MaskMutant, lambda: drop("h2d", "record"), rule=Rule(1)),
+    Mistake("masks_over is recorded before the copy", MaskMutant, lambda: early("h2d"), rule=Rule(1)),
+    Mistake("masks_over is recorded on compute", MaskMutant, lambda: moved("h2d", "record", "compute"), rule=Rule(1)),
+    Mistake("masks_over is recorded on d2h", MaskMutant, lambda: moved("h2d", "record", "d2h"), rule=Rule(1)),
+    Mistake("tokens of an open step are copied out too early", MaskMutant, lambda: drop("d2h", "wait"), rule=Rule(1)),
+    Mistake("the host writes its masks after launch", MasksWrittenAfterLaunch, rule=Rule(1)),
+    # masks that follow from the step before are filled when that is over; others may meet in flight
+    Mistake("slots share host_masks", sharing("host_masks"), rule=Rule(1, waits=False)),
+    Mistake("slots share device_masks", sharing("device_masks"), rule=Rule(1, waits=False)),
     # Neither the checker nor the tokens can see this one, for waiting too long is no race: collecting step n waits for
     # step n + 1, so that depth 2 is depth 1 again; and an error of step n is lost. (Sharing h2d_over or compute_over
     # is no mistake with these semantics: their waits are queued before the next step records them again.)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
+from itertools import product
 
 import pytest
 from mutants import MISTAKES, CountingRunner, Mistake, Mutant
@@ -13,16 +14,25 @@ from gapless.device.checker import CheckedDevice
 from gapless.device.cpu import CpuDevice
 from gapless.errors import RaceError
 from gapless.pipeline.executor import LocalExecutor
+from gapless.proof.rule import Rule
 from toy import LIMITS, run_on, toy_request, toy_requests, toy_runner, toy_truth
 
 SEEDS = range(12)
-TRUTH = {request.id: toy_truth(request) for request in toy_requests()}
+
+
+@cache
+def truth(rule: Rule | None) -> dict[str, list[int]]:
+    return {request.id: toy_truth(request, rule) for request in toy_requests()}
+
+
 each_mistake = pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "-"))
 
 
 def run(mistake: Mistake, device: Device, depth: int = 2) -> dict[str, list[int]]:
-    make = partial(mistake.make, edit=mistake.edit())
-    return dict(run_on(device, toy_requests(), depth=depth, make=make).tokens)
+    make, requests = partial(mistake.make, edit=mistake.edit()), toy_requests()
+    for request in requests:
+        request.guide = None if mistake.rule is None else mistake.rule.guide()
+    return dict(run_on(device, requests, depth=depth, make=make).tokens)
 
 
 @each_mistake
@@ -38,7 +48,7 @@ def test_the_checker_sees(mistake: Mistake, seed: int | None) -> None:
 
 @each_mistake
 def test_some_interleaving_shows_in_the_tokens(mistake: Mistake) -> None:
-    wrong = any(run(mistake, CpuDevice(seed=seed)) != TRUTH for seed in SEEDS)
+    wrong = any(run(mistake, CpuDevice(seed=seed)) != truth(mistake.rule) for seed in SEEDS)
     assert wrong == mistake.tokens
 
 
@@ -71,11 +81,11 @@ def test_every_mistake_is_seen_by_somebody() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_without_a_mistake_nothing_is_seen(depth: int) -> None:
     """Also proves that the scripted device by itself changes nothing."""
-    for seed in (None, *SEEDS):
+    for seed, rule in product((None, *SEEDS), (None, Rule(1), Rule(1, waits=False))):
         device = CheckedDevice(CpuDevice(seed=seed))
-        assert run(Mistake("none"), device, depth) == TRUTH
+        assert run(Mistake("none", rule=rule), device, depth) == truth(rule)
         assert device.checker.num_accesses > 100
-    assert run(Mistake("none", Mutant), CpuDevice(), depth) == TRUTH
+    assert run(Mistake("none", Mutant), CpuDevice(), depth) == truth(None)
 
 
 def test_a_depth_beyond_the_number_of_slots_fails_loudly() -> None:
