@@ -182,7 +182,7 @@ class Client:
                 raise InvalidRequest("the prompt is empty; it needs at least one character", "prompt")
             self.tokenizer.check_length(prompt, self._most)
             return self.tokenizer.encode(prompt)
-        if isinstance(prompt, (list, tuple)) and all(type(token) is int for token in prompt):
+        if isinstance(prompt, (list, tuple)) and set(map(type, prompt)) <= {int}:
             return prompt
         raise InvalidRequest(f"a prompt is text or a list of token ids, got {_excerpt(prompt)}", "prompt")
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from gapless.core.baggage import most_baggage
 from gapless.core.params import MAX_BIASES, MAX_STOP_IDS, SamplingParams
-from gapless.core.request import IntArray, Request
+from gapless.core.request import Request
 from gapless.errors import InvalidRequest, PromptTooLong
 
 
@@ -90,7 +91,7 @@ def check_fits(request: Request, limits: Limits) -> None:
     check_room(request.num_prompt, max(request.limit - request.num_prompt, 1), limits)
 
 
-def check_tokens(tokens: Sequence[int] | IntArray, vocab_size: int, param: str) -> None:
+def check_tokens(tokens: Sequence[int] | npt.NDArray[np.signedinteger], vocab_size: int, param: str) -> None:
     """Raise InvalidRequest unless all are ids of the vocabulary."""
     if len(tokens) == 0:
         return
