@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +22,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 MAX_TOKENS = 6
 
 
-def run_example(name: str, *arguments: str) -> list[str]:
+def run_example(name: str, *arguments: str, max_tokens: int = MAX_TOKENS) -> list[str]:
     """The lines that the example prints; fails the test when it does not end well."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), str(MAX_TOKENS), *arguments],
+        [sys.executable, str(EXAMPLES / name), str(max_tokens), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -69,6 +70,15 @@ def test_penalties() -> None:
     assert set(counts) == {"none", "repetition", "presence", "frequency", "bias"}
     assert counts["repetition"] > counts["none"]
     assert "sky" not in lines[-1]
+
+
+def test_structured() -> None:
+    described, city, moon, sun, sky = run_example("structured.py", max_tokens=10)
+    assert described.endswith("(stop)")
+    assert city
+    assert re.search(r"'[12]\d{3}-\d\d-\d\d' \(stop\)$", moon)
+    assert re.search(r"'(yes|no)' \(stop\)$", sun)
+    assert sky.endswith("(length)")
 
 
 def test_tools() -> None:

@@ -57,6 +57,33 @@ def test_a_stream_becomes_parts(stub: StubApi) -> None:
     assert stub.asked == [expected | {"stream_options": {"include_usage": True}}]
 
 
+@pytest.mark.parametrize(
+    ("shape", "sent"),
+    [
+        (
+            {"json_schema": '{"type": "object"}'},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
+                }
+            },
+        ),
+        ({"json_object": True}, {"response_format": {"type": "json_object"}}),
+        ({"regex": "a+"}, {"structured_outputs": {"regex": "a+"}}),
+        (
+            {"json_schema": {}, "whitespace_pattern": " ?"},
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " ?"}},
+        ),
+    ],
+)
+def test_shapes_are_spelled_as_servers_do(stub: StubApi, shape: dict[str, Any], sent: dict[str, Any]) -> None:
+    stub.stream(chunk({"content": "a"}, "stop"))
+    list(partner(stub).answer(TALK, {"structured": shape}, ()))
+    body = stub.asked[0]
+    assert {name: body[name] for name in body if name in ("structured", *sent)} == sent
+
+
 def test_what_it_says_of_itself(stub: StubApi) -> None:
     assert partner(stub).description.startswith("one at http://127.0.0.1:")
     assert partner(stub).description.endswith("context of 64 tokens")

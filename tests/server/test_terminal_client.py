@@ -18,12 +18,14 @@ def test_a_conversation_with_the_server(
     options = {"model": "tiny", "temperature": 0.0, "max_tokens": 6}
     found = server.client().chat.completions.create(messages=messages, **options)  # type: ignore[call-overload]
     text = found.choices[0].message.content
-    typed = "a\n/params temperature=9\nb\n/undo\n/params temperature=0 max_tokens=999999\nc\n/stats\n"
+    shapes = '/params structured={"choice": ["x"]}\na\n/params structured={"json_schema": {"const": 7}}\na\n'
+    wrong = "/params structured= temperature=9\nb\n/undo\n/params temperature=0 max_tokens=999999\nc\n/stats\n"
+    typed = "a\n" + shapes + wrong
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
     assert main(["chat", "--url", server.url, "--temperature", "0", "--max-tokens", "6"]) == 1
     captured = capsys.readouterr()
-    assert captured.out == text.rstrip("\n") + "\n"
+    assert captured.out == text.rstrip("\n") + "\nx\n7\n"
     assert "error: temperature" in captured.err  # what only the server can refuse
     assert "context length" in captured.err
     assert "tiny at http://127.0.0.1" in captured.err
-    assert "6 tokens of answer" in captured.err
+    assert "tokens of answer" in captured.err

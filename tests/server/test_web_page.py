@@ -151,6 +151,15 @@ def test_json_by_schema_is_asked_for_once_the_schema_is_right(page: Page, faulty
     page.wait("document.querySelectorAll('.assistant small')[1]?.textContent.includes('not complete JSON')")
 
 
+def test_the_server_obeys_the_schema(page: Page, faulty: Server) -> None:
+    page.open(faulty.url)
+    put(page, "format", "json_schema")
+    put(page, "schema", '{"enum": ["north", "south"]}')
+    ask(page, "Where?", 50)
+    page.wait("document.querySelector('.assistant small')?.textContent.endsWith(', JSON')")
+    assert page.run("document.querySelector('.assistant span').textContent") in ('"north"', '"south"')
+
+
 def test_a_tool_call_is_shown_and_its_result_goes_back(page: Page, faulty: Server) -> None:
     page.open(faulty.url)
     first = [

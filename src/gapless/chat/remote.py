@@ -13,12 +13,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gapless.chat.reply import ReplyEnd
+from gapless.core.structured import read_structured
 from gapless.errors import ConfigError, InvalidRequest, ServerUnreachable
 from gapless.text.deltas import CallArguments, CallBegin, Content, Reasoning, ReplyDelta
 from gapless.text.tools.base import Tool
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 2**24
+SHAPE_NAMES = {"json_schema": "json"}  # vLLM's
 
 
 class RemotePartner:
@@ -48,7 +50,7 @@ class RemotePartner:
     def answer(
         self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any], tools: Sequence[Tool]
     ) -> Iterator[ReplyDelta | ReplyEnd]:
-        body = {"model": self._card["id"], "messages": list(messages), **params}
+        body = {"model": self._card["id"], "messages": list(messages), **_spelled(params)}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= {"tools": [_described(tool) for tool in tools]} if tools else {}
         reason, usage, places = None, dict[str, int](), dict[int, int]()
@@ -115,6 +117,21 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             raise ServerUnreachable("the server sent an event that is not a JSON object")
         yield event
     raise ServerUnreachable("the server ended the answer before its end")
+
+
+def _spelled(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters in the spelling of servers: OpenAI's for JSON, vLLM's for other shapes. Raises InvalidRequest."""
+    body = dict(params)
+    shape = body.pop("structured", None)
+    if shape is None:
+        return body
+    read = read_structured(shape)
+    if read.whitespace is not None or read.kind not in ("json_schema", "json_object"):
+        return body | {"structured_outputs": {SHAPE_NAMES.get(kind, kind): value for kind, value in shape.items()}}
+    if read.kind == "json_object":
+        return body | {"response_format": {"type": read.kind}}
+    schema = {"name": "answer", "schema": json.loads(read.text), "strict": True}
+    return body | {"response_format": {"type": read.kind, read.kind: schema}}
 
 
 def _described(tool: Tool) -> dict[str, Any]:
