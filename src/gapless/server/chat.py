@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from gapless.server.conversation import last_words
+from gapless.server.demands import demanded
 from gapless.server.errors import ApiError, dump_early
 from gapless.server.generation import Choice, Generation, Piece
 from gapless.server.logprobs import TokenTexts, tell_logprobs, tell_prompt_logprobs
@@ -133,10 +134,6 @@ async def answer_chat(service: Service, body: ChatRequest, client: str) -> ChatA
     messages = prompts.chat_messages(body.messages)
     prompt = await prompts.encode_chat(messages, tools=toolbox.offered, **turn(prompts, body))
     shows_reasoning = body.include_reasoning is not False
-    if toolbox.needs_grammar:
-        raise ApiError(
-            400, "tool_choice, strict and parallel_tool_calls=false are not enforced yet", param="tool_choice"
-        )
     begun = last_words(body.messages) if body.continue_final_message else ""
     replies = plan_reply(
         prompts.reply, prompts.tokenizer, toolbox, prompt, begun=begun, shows_reasoning=shows_reasoning
@@ -144,7 +141,7 @@ async def answer_chat(service: Service, body: ChatRequest, client: str) -> ChatA
     max_tokens = service.room_for(prompt, wanted, param="messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     more = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs, "n": body.n, "best_of": body.best_of}
-    params = service.params(body, max_tokens, body.stop, **more)
+    params = demanded(replies, service.params(body, max_tokens, body.stop, **more))
     tells_all = bool(body.return_token_ids)
     plan = PromptPlan(prompt, params, tells_all=tells_all, by_default=wanted is None, shown=replies.shown)
     generation = await service.start([plan], body.timeout, client)

@@ -6,16 +6,29 @@ Joins a response format with tools and reasoning into one value for the engine. 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+from gapless.core.params import SamplingParams
 from gapless.core.structured import Structured, read_structured
 from gapless.errors import InvalidRequest
+from gapless.server.errors import ApiError, refused
 from gapless.server.replies import ReplyPlan
 from gapless.text.tools.base import TagShape
 from gapless.text.tools.demand import Demand, reply_shape
 
 
-def demanded(plan: ReplyPlan, answer: Structured | None) -> Structured | None:
-    """The shape to enforce; None for free text. answer: the shape of the text alone. Raises InvalidRequest."""
+def demanded(plan: ReplyPlan, params: SamplingParams) -> SamplingParams:
+    """The parameters with the shape of the whole reply in place of that of its text. Raises ApiError."""
+    if plan.toolbox.mode == "required":
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(params, name):
+                raise ApiError(400, f"{name} contradicts tool_choice: the calls say where to end", param=name)
+    with refused("tools"):
+        shape = _shape(plan, params.structured)
+        return params if shape is params.structured else replace(params, structured=shape)
+
+
+def _shape(plan: ReplyPlan, answer: Structured | None) -> Structured | None:
     demand = _demand(plan, answer)
     if demand is None and (answer is None or plan.format.reasoning is None):
         return answer

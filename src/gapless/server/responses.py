@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from gapless.server.conversation import Talk, turns
+from gapless.server.demands import demanded
 from gapless.server.errors import ApiError, dump
 from gapless.server.generation import Generation
 from gapless.server.history import told_reply
@@ -178,13 +179,9 @@ async def answer_response(service: Service, body: ResponsesRequest, memory: Memo
     if body.reasoning is not None and body.reasoning.effort is not None:
         values |= prompts.reasoning_effort(body.reasoning.effort, "reasoning.effort")
     prompt = await prompts.encode_chat([*instructed, *talk], param="input", tools=toolbox.offered, **values)
-    if toolbox.needs_grammar:
-        raise ApiError(
-            400, "tool_choice, strict and parallel_tool_calls=false are not enforced yet", param="tool_choice"
-        )
     replies = plan_reply(prompts.reply, prompts.tokenizer, toolbox, prompt)
     max_tokens = service.room_for(prompt, body.max_output_tokens, param="input")
-    params = service.params(body, max_tokens, None, logprobs=logprobs)
+    params = demanded(replies, service.params(body, max_tokens, None, logprobs=logprobs))
     by_default = body.max_output_tokens is None
     plan = PromptPlan(prompt, params, tells_all=False, by_default=by_default, shown=replies.shown)
     generation = await service.start([plan], body.timeout, client)
