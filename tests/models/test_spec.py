@@ -86,7 +86,16 @@ def test_what_fused_layers_lack() -> None:
     assert SkinnyLayers.why_not(PLAIN) is None
     assert SkinnyLayers.why_not(of("norm", place="around")) == "its layers have no norms after attention and MLP"
     assert SkinnyLayers.why_not(of("mlp", activation="gelu_tanh")) == "its layers have no activations other than SiLU"
-    assert SkinnyLayers.why_not(replace(PLAIN, embedding_scale=2.0)) == "its layers have no scaled embeddings"
+    assert SkinnyLayers.why_not(replace(PLAIN, embedding_scale=2.0)) is None
+
+
+def test_what_general_layers_lack() -> None:
+    pytest.importorskip("triton")
+    from gapless.models.general_layers import GeneralLayers
+
+    for config, expected in CASES:
+        lacks = {Feature.EXPERTS} & expected
+        assert GeneralLayers.why_not(config) == ("its layers have no experts" if lacks else None)
 
 
 def test_what_the_attention_kernels_lack() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from test_graphs import Played
 from gapless import LLM, SamplingParams, device
 from gapless.config import EngineOptions
 from gapless.device.cpu import CpuDevice, InlineDriver
+from gapless.errors import ConfigError, UnsupportedModel
 from gapless.models.invariant_layers import InvariantLayers
 from gapless.models.loader import load_config
 from gapless.models.source import resolve as find
+from gapless.proof.tiny import FAMILIES, raw_config
 from gapless.runner import graphs, ladder
 from gapless.runner.kits.cuda import CudaKit, make_layers
 from tiny import CPU
@@ -50,6 +53,38 @@ def test_an_engine_of_kernels_gives_the_tokens_of_torch(tiny_dir: Path, on_cpu: 
         assert llm.engine.monitor.attention() == f"attention: triton ({why})"
         assert llm.engine.resolved.device_name == "cuda"
         assert not any("no graph" in reason for reason in llm.engine.monitor.ledger())
+
+
+def test_an_engine_of_general_layers_gives_the_tokens_of_torch(
+    tmp_path: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention and MLP side by side, layer norms, rope over a part of the head: GPT-NeoX."""
+    (tmp_path / "config.json").write_text(json.dumps(raw_config(**FAMILIES["gpt_neox"])))
+    options: dict[str, Any] = {"max_num_rows": 1, "max_batch_tokens": 4, "num_blocks": 4, "depth": 1}
+    options |= {"dtype": "float32", "load_format": "dummy", "max_model_len": 64}
+    monkeypatch.setattr("gapless.models.weights._DUMMY_SCALE", 0.3)
+    prompts, params = [[3, 4, 5, 6, 7, 8]], GREEDY
+    with LLM(tmp_path, device="cpu", **options, native=False) as llm:
+        expected = [item.token_ids for item in llm.generate(prompts, params)]
+    with LLM(tmp_path, device="cuda", **options) as llm:
+        assert [item.token_ids for item in llm.generate(prompts, params)] == expected
+        reasons = llm.engine.monitor.ledger()
+    assert reasons["no fused layers: its layers have no layer norms"] > 0
+
+
+def test_what_a_gpu_refuses(tmp_path: Path) -> None:
+    def settings(family: str, **options: Any) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(raw_config(**FAMILIES[family])))
+        engine = EngineOptions(model=str(tmp_path), device="cuda", **options)
+        return CudaKit().settings(engine, load_config(find(tmp_path)))
+
+    with pytest.raises(UnsupportedModel, match=r"^Gemma3ForCausalLM cannot run on cuda: .* have no sliding windows$"):
+        settings("gemma3_text")
+    with pytest.raises(UnsupportedModel, match=r"^Qwen3MoeForCausalLM cannot run on cuda: its layers have no experts$"):
+        settings("qwen3_moe")
+    with pytest.raises(ConfigError, match="batch_invariant: GPTNeoXForCausalLM needs other layers"):
+        settings("gpt_neox", batch_invariant=True)
+    assert settings("granite").slow_reason is None
 
 
 def test_defaults(tiny_dir: Path) -> None:

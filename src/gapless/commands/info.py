@@ -14,7 +14,8 @@ from gapless.report import readable_bytes
 def _step(resolved: Resolved) -> str:
     if resolved.native:
         return "one native call"
-    return "torch" + (f", for want of a native one: {resolved.slow_reason}" if resolved.slow_reason else "")
+    lacking = "a native one" if resolved.device_name == "cpu" else "fused layers"
+    return "torch" + (f", for want of {lacking}: {resolved.slow_reason}" if resolved.slow_reason else "")
 
 
 def _attention(resolved: Resolved) -> str:

@@ -19,7 +19,7 @@ from gapless.kernels.order_free import embed_and_square, norm_scales, sum_square
 from gapless.kernels.products import Workspace, product
 from gapless.kernels.tilings import MAX_ROWS
 from gapless.models.config import ModelConfig
-from gapless.models.layers import GatedWeights, Hidden, Norm
+from gapless.models.layers import PLAIN, GatedWeights, Hidden, Norm
 from gapless.models.skinny_layers import SkinnyLayers
 from gapless.models.weight import Weight
 
@@ -37,7 +37,8 @@ class InvariantLayers:
         return SkinnyLayers.why_not(config)
 
     def embed(self, table: Weight, scale: float = 1.0) -> Callable[[Tensor], Hidden]:
-        assert scale == 1.0
+        if scale != 1.0:
+            return PLAIN.embed(table, scale)
         rows = table.dense()
         size = rows.shape[1]
         width = sum_width(size)

@@ -19,7 +19,7 @@ from gapless.kernels.fused import rms_norm, silu_mul
 from gapless.kernels.products import Workspace, embed, product, tiling_for
 from gapless.kernels.tilings import MAX_ROWS
 from gapless.models.config import ModelConfig
-from gapless.models.layers import GatedWeights, Hidden, Norm
+from gapless.models.layers import PLAIN, GatedWeights, Hidden, Norm
 from gapless.models.spec import FUSED_LAYERS, lacking
 from gapless.models.weight import Weight
 
@@ -47,7 +47,8 @@ class SkinnyLayers:
         return None if missing is None else f"its layers have no {missing}"
 
     def embed(self, table: Weight, scale: float = 1.0) -> Callable[[Tensor], Hidden]:
-        assert scale == 1.0
+        if scale != 1.0:
+            return PLAIN.embed(table, scale)
         rows = table.dense()
 
         def apply(token_ids: Tensor) -> Hidden:

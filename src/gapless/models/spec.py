@@ -40,7 +40,10 @@ class Feature(StrEnum):
 
 # Which backend has which of them.
 KERNELS = frozenset({Feature.SCALE})  # attention by our kernels for GPUs, and by libraries
-FUSED_LAYERS = frozenset({Feature.MIXED_ROPES, Feature.MIXED_SIZES, Feature.LOGIT_CAP})  # for GPUs
+FUSED_LAYERS = frozenset(  # for GPUs
+    {Feature.MIXED_ROPES, Feature.MIXED_SIZES, Feature.EMBEDDING_SCALE, Feature.LOGIT_CAP}
+)
+GENERAL_LAYERS = frozenset(Feature) - {Feature.EXPERTS}  # for GPUs, by torch
 NATIVE = frozenset(Feature) - {Feature.EXPERTS, Feature.MIXED_SIZES}  # the CPU's step in C++
 
 

@@ -60,8 +60,11 @@ class GraphRunner:
         limits: Limits,
         device: Device,
         progress: Callable[[int, int], None] | None = None,
+        slow_reason: str | None = None,
     ) -> None:
+        """slow_reason: why the model's layers are not the fused ones."""
         self._runner = runner
+        self._slow_reason = slow_reason
         self._step = step
         self._limits = limits
         self._device = device
@@ -79,6 +82,8 @@ class GraphRunner:
 
     def fill(self, plan: Plan, out: IntArray) -> Filled:
         """Pack the plan the way its step will read it."""
+        if self._slow_reason is not None:
+            self.ledger[f"no fused layers: {self._slow_reason}"] += 1
         shape = self._shape(plan)
         if shape is None:
             self._resident = None

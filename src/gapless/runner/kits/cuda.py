@@ -1,4 +1,4 @@
-"""The kit of NVIDIA GPUs: fused layers, the fastest attention, a sampler without a sort, steps as CUDA graphs.
+"""The kit of NVIDIA GPUs: layers fused where they can be, the fastest attention, steps as CUDA graphs.
 
 Needs Triton, which only GPU installations have: `kit_for` imports this file when a GPU is chosen.
 """
@@ -16,8 +16,10 @@ from gapless.attention.triton import TritonAttention
 from gapless.config import EngineOptions
 from gapless.device.base import Device
 from gapless.device.cuda import replay_s
+from gapless.errors import ConfigError
 from gapless.kernels.cublas import product_shapes
 from gapless.models.config import ModelConfig
+from gapless.models.general_layers import GeneralLayers
 from gapless.models.invariant_layers import InvariantLayers
 from gapless.models.layers import Layers
 from gapless.models.loader import load_model
@@ -52,14 +54,21 @@ class CudaKit:
     exact_dtypes: tuple[torch.dtype, ...] = ()  # kernels are chosen by the size of the batch
 
     def settings(self, options: EngineOptions, model: ModelConfig) -> Settings:
-        refuse(model, "cuda", TritonAttention.why_not(model.attention_specs()) or SkinnyLayers.why_not(model))
+        refuse(model, "cuda", TritonAttention.why_not(model.attention_specs()) or GeneralLayers.why_not(model))
+        reason = SkinnyLayers.why_not(model)
+        if options.batch_invariant and reason is not None:
+            raise ConfigError(f"batch_invariant: {model.architecture} needs other layers than the fused ones: {reason}")
         settings = Settings.of(
             options, model, "cuda", dtype=torch.bfloat16, kv_dtype=None, max_batch_tokens=8192, max_num_rows=256
         )
-        return dataclasses.replace(settings, attention=candidates(options, model, settings.kv_dtype))
+        return dataclasses.replace(
+            settings, attention=candidates(options, model, settings.kv_dtype), slow_reason=reason
+        )
 
     def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
-        layers = make_layers(weights["device"], settings.dtype, batch_invariant=settings.batch_invariant)
+        layers: Layers = GeneralLayers()
+        if settings.slow_reason is None:
+            layers = make_layers(weights["device"], settings.dtype, batch_invariant=settings.batch_invariant)
         return load_model(source, settings.model, layers=layers, **weights)
 
     def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: BuildProgress | None) -> Built:
@@ -69,7 +78,7 @@ class CudaKit:
         attention, choice = choose_attention(device, kv, resolved)
         step = Step(model, attention, pick, score)
         runner = Runner(device, limits, kv, step)
-        graphs = GraphRunner(runner, step, limits, device, progress)
+        graphs = GraphRunner(runner, step, limits, device, progress, resolved.slow_reason)
         device.late.watch_names("first product", product_shapes)
         return Built(resolved, device, graphs, in_blocks(kv, limits.block_size), str(graphs.cost), choice)
 
