@@ -18,8 +18,7 @@ from jsonschema import Draft202012Validator
 from gapless import LLM, AsyncLLM, SamplingParams
 from gapless.client import Completion
 from gapless.errors import InvalidRequest
-from gapless.guides import compiler
-from gapless.guides.grammar import Grammar
+from gapless.guides.compiler import Compiler
 from gapless.models.gguf_file import GGUFFile
 from gapless.text.tokenizer import Tokenizer
 from many_schemas import SCHEMAS
@@ -194,14 +193,20 @@ def test_async(tiny_dir: Path) -> None:
     asyncio.run(main())
 
 
+def wait_before_compiling(monkeypatch: pytest.MonkeyPatch, go: threading.Event) -> None:
+    compile_now = Compiler._compile
+
+    def slow(compiler: Compiler, structured: Any) -> Any:
+        assert go.wait(30)
+        return compile_now(compiler, structured)
+
+    monkeypatch.setattr(Compiler, "_compile", slow)
+
+
 def test_others_run_while_a_grammar_is_compiled(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
 
-    def slow(structured: Any, vocabulary: Any) -> Grammar:
-        assert go.wait(30)
-        return Grammar(structured, vocabulary)
-
-    monkeypatch.setattr(compiler, "Grammar", slow)
+    wait_before_compiling(monkeypatch, go)
     llm = make_llm()
     held = llm.prepare("x", SamplingParams(structured={"choice": ["left"]}))
     ended: list[int] = []
@@ -218,7 +223,7 @@ def test_others_run_while_a_grammar_is_compiled(make_llm: Callable[..., LLM], mo
 
 def test_a_held_request_can_be_aborted(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    monkeypatch.setattr(compiler, "Grammar", lambda *given: go.wait(30) and Grammar(*given))
+    wait_before_compiling(monkeypatch, go)
     llm = make_llm()
     stream = llm.run([(0, llm.prepare("x", SamplingParams(structured={"choice": ["left"]})))])
     timer = threading.Timer(0.2, lambda: llm.engine.abort("r0"))

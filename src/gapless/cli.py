@@ -181,6 +181,12 @@ def _add_benchmarks(commands: Any) -> None:
 
     add_load_options(serving)
     add_engine_options(serving, without=("record",))
+    structured = _command(kinds, "structured", "measure what structured output costs", _bench_structured)
+    from gapless.bench.structured import ENGINE_FLAGS
+    from gapless.bench.structured import add_arguments as add_structured_options
+
+    add_structured_options(structured)
+    add_engine_options(structured, only=ENGINE_FLAGS)
 
 
 def _command(group: Any, name: str, text: str, handler: Callable[[Any], int]) -> argparse.ArgumentParser:
@@ -325,6 +331,12 @@ def _bench_offline(args: argparse.Namespace) -> int:
     from gapless.bench.offline import main as bench
 
     return bench(args)
+
+
+def _bench_structured(args: argparse.Namespace) -> int:
+    from gapless.bench.structured import main as bench
+
+    return bench(args, engine_options(args))
 
 
 def _bench_serve(args: argparse.Namespace) -> int:

@@ -60,12 +60,12 @@ def test_one_that_takes_too_long_is_refused_and_others_go_on(
 ) -> None:
     stuck = threading.Event()
 
-    def slow(structured: Any, vocabulary: Vocabulary) -> Grammar:
+    def slow(compiler: Compiler, structured: Any) -> Grammar:
         if structured.text.startswith("slow"):
             stuck.wait(PATIENCE_S)
         return Grammar(structured, vocabulary)
 
-    monkeypatch.setattr(module, "Grammar", slow)
+    monkeypatch.setattr(Compiler, "_compile", slow)
     compiler = Compiler(lambda: vocabulary, time_limit_s=0.2)
     waiting = [start(compiler, regex=f"slow{i}") for i in range(4)]
     for future in waiting:

@@ -8,7 +8,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from wanderers import allowed, guide_for, wander
 
 from gapless.errors import InvalidRequest, UnsupportedModel
-from gapless.guides.vocabulary import Vocabulary, load_vocabulary
+from gapless.guides.loading import load_vocabulary
+from gapless.guides.vocabulary import Vocabulary
 from gapless.models.source import resolve
 from gapless.text.parts import TokenizerParts
 from gapless.text.tokenizer import Tokenizer

@@ -13,11 +13,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from gapless.core.structured import Structured
 from gapless.errors import InvalidRequest
-from gapless.guides.grammar import Grammar
-from gapless.guides.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from gapless.guides.grammar import Grammar
+    from gapless.guides.vocabulary import Vocabulary
 
 NUM_THREADS = 2
 MAX_THREADS = 8  # with those that are stuck
@@ -53,7 +56,7 @@ class Compiler:
             if found is not None:
                 self._kept.move_to_end(structured)
                 return found
-            future = Future[Grammar]()
+            future: Future[Grammar] = Future()
             future.set_running_or_notify_cancel()  # others may wait for it too: nobody can cancel it
             self._keep(structured, future)
             if self._num_threads < NUM_THREADS:
@@ -103,13 +106,19 @@ class Compiler:
                 continue
             found: Grammar | InvalidRequest
             try:
-                found = Grammar(structured, self._loaded())
+                found = self._compile(structured)
             except InvalidRequest as refusal:
                 found = refusal
             except Exception as error:
                 found = structured.refuse(f"{type(error).__name__}: {error}")
             if not self._settle(future, found) and self._may_leave():
                 return
+
+    def _compile(self, structured: Structured) -> Grammar:
+        """The library is loaded here: an engine that is never asked for a shape does without it."""
+        from gapless.guides.grammar import Grammar
+
+        return Grammar(structured, self._loaded())
 
     def _may_leave(self) -> bool:
         """Whether a new thread has taken the place of this one, which was thought to be stuck."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor
 
 from gapless.core.guide import Guide
-from gapless.guides.grammar import GrammarGuide
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
+
+    from gapless.guides.grammar import GrammarGuide
 
 FEW = 2  # so many grammars are filled one after the other: to wake threads takes longer
 
@@ -22,9 +26,7 @@ def fill_masks(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> Mapping[i
     """
     width = out.shape[1]
     together = [
-        (guide.matcher, index)
-        for index, guide in enumerate(guides)
-        if isinstance(guide, GrammarGuide) and guide.num_words == width
+        (guide.matcher, index) for index, guide in enumerate(guides) if is_grammar(guide) and guide.num_words == width
     ]
     if len(together) <= FEW:
         together = []
@@ -36,14 +38,21 @@ def fill_masks(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> Mapping[i
         try:
             if index not in filled:
                 guide.fill(out[index])
-            elif isinstance(guide, GrammarGuide):
+            elif is_grammar(guide):
                 guide.check()
         except Exception as error:
             errors[index] = error
     return errors
 
 
+def is_grammar(guide: Guide) -> TypeGuard[GrammarGuide]:
+    """Asked by name, so that the library of grammars is loaded only where there is one."""
+    return type(guide).__name__ == "GrammarGuide"
+
+
 @lru_cache(maxsize=1)
 def _executor() -> LLExecutor:
     """One for the process. It has a thread for four of five processors, at most 32."""
+    from llguidance import LLExecutor
+
     return LLExecutor()

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from gapless.core.guide import mask_words
-from gapless.errors import GaplessError, InvalidRequest, UnsupportedModel
-from gapless.models.source import ModelSource
-from gapless.text import load_tokenizer
+from gapless.errors import UnsupportedModel
 from gapless.text.tokenizer import Tokenizer
 
 
@@ -60,11 +58,3 @@ class _Words:
 
     def __call__(self, text: bytes) -> list[int]:
         return self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
-
-
-def load_vocabulary(source: ModelSource, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
-    """The vocabulary of a model. Raises InvalidRequest where the model has no tokenizer that can be used."""
-    try:
-        return Vocabulary(load_tokenizer(source), vocab_size, eos_token_ids)
-    except GaplessError as error:
-        raise InvalidRequest(f"structured output needs the model's tokenizer: {error}", "structured") from error

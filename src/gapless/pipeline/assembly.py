@@ -16,7 +16,7 @@ from gapless.core.pace import Pace
 from gapless.core.request import Request
 from gapless.core.scheduler import Scheduler
 from gapless.guides.compiler import Compiler
-from gapless.guides.vocabulary import load_vocabulary
+from gapless.guides.loading import load_vocabulary
 from gapless.models.source import ModelSource
 from gapless.pipeline.checked import CheckedExecutor
 from gapless.pipeline.depth import AUTO_DEPTHS, AutoDepth, FixedDepth

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from gapless.core.outcome import Finished
 from gapless.core.params import SamplingParams
 from gapless.core.request import Request
 from gapless.core.scheduler import Scheduler
 from gapless.guides.compiler import Compiler
-from gapless.guides.grammar import Grammar
+
+if TYPE_CHECKING:
+    from gapless.guides.grammar import Grammar
 
 REASON = "compiling grammar"
 

@@ -1,0 +1,244 @@
+"""`gapless bench structured`: what masks cost. The same job with no, some and all requests structured.
+
+Every request generates the same number of tokens: free ones ignore the end of sequence, structured ones write a JSON
+array that is too long to end. Each structured row has a schema of its own, compiled before (known) or not (new). The
+rounds of all variants take turns, and medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gapless.bench.machine import this_machine
+from gapless.bench.workload_jobs import SHAPES
+from gapless.config import EngineOptions
+from gapless.core.params import SamplingParams
+from gapless.core.structured import read_structured
+from gapless.errors import ConfigError
+from gapless.garbage import heap_frozen
+
+if TYPE_CHECKING:
+    from gapless.llm import LLM
+
+ENGINE_FLAGS = (
+    "model",
+    "device",
+    "dtype",
+    "depth",
+    "num_threads",
+    "native",
+    "max_num_rows",
+    "num_blocks",
+    "load_format",
+)
+WORDS = ("red", "green", "blue", "yellow", "white", "black")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `gapless bench structured`, besides the engine's own."""
+    add = parser.add_argument
+    add("--shape", choices=tuple(SHAPES), help="random weights of this shape, instead of a model; needs --tokenizer")
+    add("--tokenizer", metavar="FILE", help="tokenizer.json for --shape")
+    add("--rows", type=int, nargs="+", default=[16], metavar="N", help="parallel requests (default: 16)")
+    add("--max-tokens", type=int, default=128, help="new tokens of each request (default: %(default)s)")
+    add("--prompt-tokens", type=int, default=32, help="tokens of each prompt (default: %(default)s)")
+    add("--shares", type=int, nargs="+", default=[10, 50, 100], metavar="P", help="structured per cent (10 50 100)")
+    add("--rounds", type=int, default=5, help="runs of each variant, in turn (default: %(default)s)")
+    add("--temperature", type=float, default=1.0, help="of all requests (default: %(default)s)")
+    add("--json", metavar="FILE", help="write all figures to this file")
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A share of structured requests, with schemas that are known or new."""
+
+    rows: int
+    share: int  # per cent
+    is_new: bool = False
+
+    @property
+    def num_structured(self) -> int:
+        return -(-self.rows * self.share // 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Tokens a second in the median round, and relative to free text of the same rounds."""
+
+    rows: int
+    share: int
+    is_new: bool
+    tokens_per_s: float
+    of_free: float
+    num_ended_early: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Median and longest time to the first token, in ms, of a request on an idle engine."""
+
+    kind: str
+    median_ms: float
+    longest_ms: float
+
+
+def main(args: argparse.Namespace, engine: EngineOptions) -> int:
+    """Measure and show; 1 when a request ended before it should."""
+    if (args.shape is None) != (args.tokenizer is None):
+        raise ConfigError("--shape and --tokenizer need each other")
+    for name in ("max_tokens", "prompt_tokens", "rounds"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+    from gapless.llm import LLM
+
+    with _options(args, engine) as options, LLM(**asdict(options)) as llm:
+        bench = StructuredBench(llm, args)
+        rates = [rate for rows in args.rows for rate in bench.throughput(rows)]
+        waits = bench.first_tokens()
+        facts = {"model": args.shape or options.model, "device": llm.engine.resolved.device_name}
+        ledger = llm.engine.monitor.ledger()
+    print(format_rates(rates), format_waits(waits), sep="\n\n")
+    if args.json:
+        told = {"machine": asdict(this_machine()), **facts, "arguments": vars(args) | {"handler": None}}
+        told |= {"throughput": [asdict(r) for r in rates], "first_token": [asdict(w) for w in waits], "ledger": ledger}
+        Path(args.json).write_text(json.dumps(told, indent=1, default=str))
+    return 1 if any(rate.num_ended_early for rate in rates) else 0
+
+
+@contextmanager
+def _options(args: argparse.Namespace, engine: EngineOptions) -> Iterator[EngineOptions]:
+    """The engine's options; with --shape a folder with config and tokenizer is made for the run."""
+    rows = max(args.rows)
+    engine = replace(engine, max_num_rows=max(rows, engine.max_num_rows or 0) or None)
+    if args.shape is None:
+        yield engine
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        config = {**SHAPES[args.shape], "eos_token_id": [SHAPES[args.shape]["vocab_size"] - 1]}
+        Path(folder, "config.json").write_text(json.dumps(config))
+        shutil.copy(args.tokenizer, Path(folder, "tokenizer.json"))
+        yield replace(engine, model=folder, load_format="dummy", max_model_len=2048)
+
+
+class StructuredBench:
+    """One engine, and the requests that it is measured with."""
+
+    def __init__(self, llm: LLM, args: argparse.Namespace) -> None:
+        self._llm = llm
+        self._args = args
+        self._num_schemas = 0  # that were ever made
+
+    def throughput(self, rows: int) -> list[Throughput]:
+        """Rounds of every variant in turn, after one that is not counted."""
+        variants = [Mixture(rows, 0)]
+        variants += [Mixture(rows, share, is_new) for is_new in (False, True) for share in self._args.shares]
+        known = [self._schema() for _ in range(rows)]
+        times: dict[Mixture, list[float]] = {variant: [] for variant in variants}
+        early = dict.fromkeys(variants, 0)
+        for number in range(self._args.rounds + 1):
+            for variant in variants:
+                fresh = [self._schema() for _ in range(variant.num_structured)] if variant.is_new else known
+                elapsed_s, num_early = self._round(variant, fresh)
+                if number > 0:
+                    times[variant].append(elapsed_s)
+                    early[variant] += num_early
+        free_s = statistics.median(times[variants[0]])
+        return [self._rate(variant, times[variant], free_s, early[variant]) for variant in variants]
+
+    def _rate(self, variant: Mixture, times: Sequence[float], free_s: float, num_early: int) -> Throughput:
+        median_s = statistics.median(times)
+        rate = variant.rows * self._args.max_tokens / median_s
+        return Throughput(variant.rows, variant.share, variant.is_new, rate, free_s / median_s, num_early)
+
+    def _round(self, variant: Mixture, schemas: Sequence[Any]) -> tuple[float, int]:
+        """Seconds, and requests that ended early. Structured requests are spread evenly over the rows."""
+        share = variant.num_structured / variant.rows
+        chosen = [int((row + 1) * share) > int(row * share) for row in range(variant.rows)]
+        shapes = iter(schemas)
+        jobs = [self._job(row, next(shapes) if is_chosen else None) for row, is_chosen in enumerate(chosen)]
+        with heap_frozen():
+            begin_s = time.perf_counter()
+            found = [completion for _, completion in self._llm.run(enumerate(jobs))]
+            elapsed_s = time.perf_counter() - begin_s
+        for completion in found:
+            if completion.error is not None:
+                raise ConfigError(f"a request failed: {completion.error}")
+        return elapsed_s, sum(len(completion.token_ids) < self._args.max_tokens for completion in found)
+
+    def first_tokens(self) -> list[FirstToken]:
+        """Of free and structured requests one at a time, and of a free one that comes with a new schema."""
+        known = self._schema()
+        kinds: dict[str, list[float]] = {"free": [], "known schema": [], "new schema": [], "free, beside a new one": []}
+        for _ in range(4 * self._args.rounds):
+            kinds["free"].append(self._first_ms(None))
+            kinds["known schema"].append(self._first_ms(known))
+            kinds["new schema"].append(self._first_ms(self._schema()))
+            other = self._llm.engine.compile(self._params(0, self._schema()))
+            kinds["free, beside a new one"].append(self._first_ms(None))
+            assert other is not None
+            other.result()
+        return [FirstToken(kind, statistics.median(ms[1:]), max(ms[1:])) for kind, ms in kinds.items()]
+
+    def _first_ms(self, schema: Any) -> float:
+        begin_s = time.perf_counter()
+        stream = self._llm.stream(self._prompt(0), self._params(0, schema))
+        next(delta for delta in stream if delta.token_ids)
+        elapsed_s = time.perf_counter() - begin_s
+        stream.close()  # type: ignore[attr-defined]  # a generator
+        return 1e3 * elapsed_s
+
+    def _job(self, row: int, schema: Any) -> Any:
+        return self._llm.prepare(self._prompt(row), self._params(row, schema))
+
+    def _prompt(self, row: int) -> list[int]:
+        size = self._llm.engine.resolved.model.vocab_size
+        return [(7919 * (row + 1) * (place + 1)) % (size // 2) + 10 for place in range(self._args.prompt_tokens)]
+
+    def _params(self, row: int, schema: Any) -> SamplingParams:
+        common = {"max_tokens": self._args.max_tokens, "temperature": self._args.temperature, "seed": row}
+        if schema is None:
+            return SamplingParams(**common, ignore_eos=True)
+        return SamplingParams(**common, structured=read_structured({"json_schema": schema}))
+
+    def _schema(self) -> Any:
+        """A long array of records. No two schemas are the same."""
+        self._num_schemas += 1
+        record = {
+            "type": "object",
+            "properties": {
+                f"id_{self._num_schemas}": {"type": "integer", "minimum": 0, "maximum": 99999},
+                "name": {"type": "string", "maxLength": 40},
+                "color": {"enum": list(WORDS)},
+                "score": {"type": "number"},
+                "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 3},
+                "active": {"type": "boolean"},
+            },
+            "required": [f"id_{self._num_schemas}", "name", "color", "score", "tags", "active"],
+            "additionalProperties": False,
+        }
+        return {"type": "array", "items": record, "minItems": self._args.max_tokens}
+
+
+def format_rates(rates: Sequence[Throughput]) -> str:
+    lines = [f"{'rows':>5} {'structured':>10} {'schemas':>8} {'tok/s':>10} {'of free':>8}"]
+    for rate in rates:
+        kind = "" if rate.share == 0 else "new" if rate.is_new else "known"
+        early = f"  {rate.num_ended_early} ended early" if rate.num_ended_early else ""
+        numbers = f"{rate.tokens_per_s:>10,.1f} {rate.of_free:>8.1%}"
+        lines.append(f"{rate.rows:>5} {rate.share:>9}% {kind:>8} {numbers}{early}")
+    return "\n".join(lines)
+
+
+def format_waits(waits: Sequence[FirstToken]) -> str:
+    head = f"{'first token of':<24} {'median ms':>10} {'longest ms':>11}"
+    return "\n".join([head, *(f"{w.kind:<24} {w.median_ms:>10.1f} {w.longest_ms:>11.1f}" for w in waits)])
