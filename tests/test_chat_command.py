@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from gapless import LLM, Completion, SamplingParams
+from gapless.chat.local import LocalPartner
 from gapless.cli import main
-from gapless.client import Delta
-from tiny import MAX_LEN, text_of, write_tiny
+from gapless.client import Delta, Prompt
+from gapless.text.tools.base import Tool
+from tiny import CPU, MAX_LEN, text_of, write_tiny
 
 FLAGS = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "64"]
 Captured = pytest.CaptureFixture[str]
@@ -84,6 +87,43 @@ def test_tools_and_reasoning_of_a_local_model(
     assert prompts[1].endswith('{"name": "add", "arguments": {"a": 1}}</tool_call>|user: Result of add:2|assistant:')
 
 
+def test_shapes_of_a_local_model(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    """A template that opens the reasoning must not make the shape a part of it."""
+    folder, tools = tmp_path / "model", tmp_path / "tools.json"
+    folder.mkdir()
+    write_tiny(folder, max_position_embeddings=1000)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] += "{% if add_generation_prompt %}<think>{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert chat(monkeypatch, folder, "a\n", "--regex", "[ab]{4}", "--reasoning-format", "think") == 0
+    assert re.fullmatch(r"[ab]{4}\n", capsys.readouterr().out)
+    tools.write_text('[{"name": "f", "parameters": {"const": {"x": 1}}, "strict": true}]')
+    flags = ("--tools", str(tools), "--tool-format", "json", "--reasoning-format", "none")
+    assert chat(monkeypatch, folder, "a\n", *flags, "--regex", "a") == 1
+    assert "structured and tools do not go together" in capsys.readouterr().err
+
+
+def test_strict_tools_are_enforced_by_a_shape(tiny_dir: Path) -> None:
+    params: list[SamplingParams] = []
+
+    class Recorder(LLM):
+        def stream(self, prompt: Prompt, chosen: SamplingParams | None = None, **options: object) -> Iterator[Delta]:
+            assert chosen is not None
+            params.append(chosen)
+            return iter(())
+
+    with Recorder(tiny_dir, **CPU, num_blocks=64, max_model_len=100) as llm:
+        partner = LocalPartner(llm, "tiny", tool_format="hermes")
+        messages = [{"role": "user", "content": "a"}]
+        for strict in (False, True):
+            tool = Tool("f", {"type": "object", "required": ["x"]}, strict=strict)
+            list(partner.answer(messages, {"max_tokens": 5}, [tool]))
+    assert params[0].structured is None
+    assert params[1].structured is not None
+    assert params[1].structured.kind == "structural_tag"
+    assert '"required"' in params[1].structured.text
+
+
 def test_a_model_that_cannot_chat_says_so(tiny_dir: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).symlink_to(tiny_dir / name)
@@ -102,7 +142,7 @@ def test_a_model_that_cannot_chat_says_so(tiny_dir: Path, tmp_path: Path, monkey
         (["--load", "no/such/file"], "no such file"),
         (["--temperature", "-1"], "temperature"),
         (["--tools", "no/such/file"], "No such file"),
-        (["--tool-format", "xml"], "tool_format must be one of auto, hermes"),
+        (["--tool-format", "xml"], "tool_format must be one of auto, "),
         (["--url", "http://127.0.0.1:1", "--tool-format", "json"], "--tool-format is for a local model"),
     ],
 )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from gapless.chat.reply import ReplyEnd
 from gapless.core.limits import most_tokens
 from gapless.core.params import SamplingParams
-from gapless.errors import ConfigError, StepFailed
+from gapless.errors import ConfigError, InvalidRequest, StepFailed
 from gapless.llm import LLM
-from gapless.text.deltas import ReplyDelta
-from gapless.text.reply import find_reply_format
+from gapless.text.deltas import DeltaParser, ReplyDelta
+from gapless.text.reply import PlainParser, find_reply_format
 from gapless.text.tools.base import Tool
+from gapless.text.tools.demand import Demand, reply_shape
 from gapless.text.tools.words import told_tools
 
 
@@ -44,10 +45,9 @@ class LocalPartner:
         talk, values = told_tools(_for_templates(messages), tools, self._format.tools, self._template)
         prompt = self._llm.encode_chat(talk, **values)
         room = most_tokens(self._llm.engine.resolved.limits) - len(prompt)
-        chosen = SamplingParams.from_dict({"max_tokens": max(room, 1), **params})
         is_reasoning = self._format.is_reasoning(self._tokenizer, prompt)
-        parser = self._format.parser(tools, is_reasoning=is_reasoning)
-        shown = self._format.shown_ids(self._tokenizer, with_tools=bool(tools))
+        chosen = SamplingParams.from_dict({"max_tokens": max(room, 1), **self._shape(tools, is_reasoning), **params})
+        parser, shown = self._parser(params, tools, is_reasoning=is_reasoning)
         for delta in self._llm.stream(prompt, chosen, shown_ids=shown):
             yield from parser.push(delta.text)
             if (found := delta.completion) is not None:
@@ -55,6 +55,25 @@ class LocalPartner:
                     raise StepFailed(found.error)
                 yield from parser.finish()
                 yield ReplyEnd(found.finish_reason, len(prompt), len(found.token_ids))
+
+    def _shape(self, tools: Sequence[Tool], is_reasoning: bool) -> dict[str, Any]:
+        """What strict tools demand of the reply, as a sampling parameter."""
+        if not any(tool.strict for tool in tools):
+            return {}
+        demand = Demand(tools, is_required=False, is_parallel=True, enforces_all=False)
+        shape = reply_shape(self._format.tools, demand, self._format.reasoning, is_reasoning=is_reasoning)
+        return {"structured": {"structural_tag": {"format": shape}}}
+
+    def _parser(
+        self, params: Mapping[str, Any], tools: Sequence[Tool], *, is_reasoning: bool
+    ) -> tuple[DeltaParser, Collection[int]]:
+        """How to read the reply, and the special tokens that this needs to see. Raises InvalidRequest."""
+        if params.get("structured") is None:
+            parser = self._format.parser(tools, is_reasoning=is_reasoning)
+            return parser, self._format.shown_ids(self._tokenizer, with_tools=bool(tools))
+        if tools:
+            raise InvalidRequest("structured and tools do not go together with a local model", "structured")
+        return PlainParser(), ()  # the shape begins with the first token, so there is no reasoning before it
 
     def close(self) -> None:
         self._llm.close()

@@ -50,8 +50,6 @@ def chat(args: argparse.Namespace, options: EngineOptions, params: dict[str, Any
     chosen = {"temperature": TEMPERATURE, **kept, **params}
     check_params(chosen)
     tools = read_tools(args.tools) if args.tools is not None else ()
-    if args.url is None and any(tool.strict for tool in tools):
-        raise ConfigError("--tools: strict is enforced by servers only; leave it out, or use --url")
     partner = _partner(args, options)
     try:
         return _talk(partner, args, dialogue, chosen, tools)
