@@ -15,7 +15,7 @@ from gapless.server.logprobs import TokenTexts, tell_logprobs, tell_prompt_logpr
 from gapless.server.neutral import refuse_unsupported
 from gapless.server.prompts import PromptWriter
 from gapless.server.protocol import ChatRequest, TokenizeRequest
-from gapless.server.replies import ReplyPlan, ReplyStream, plan_reply, tell_message
+from gapless.server.replies import ReplyPlan, ReplyStream, tell_message
 from gapless.server.service import PromptPlan, Service
 from gapless.server.sse import DONE, event
 from gapless.server.tools import chat_tools
@@ -45,7 +45,7 @@ class ChatAnswer:
         return told | self._prompt_ids() | await self._prompt_logprobs()
 
     async def _choice(self, choice: Choice) -> dict[str, Any]:
-        reply = self._replies.read(choice.text)
+        reply = await self._replies.read(choice.text)
         told = {
             "index": choice.index,
             "message": tell_message(reply, self._echo),
@@ -133,11 +133,8 @@ async def answer_chat(service: Service, body: ChatRequest, client: str) -> ChatA
     toolbox = chat_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     messages = prompts.chat_messages(body.messages)
     prompt = await prompts.encode_chat(messages, tools=toolbox.offered, **turn(prompts, body))
-    shows_reasoning = body.include_reasoning is not False
     begun = last_words(body.messages) if body.continue_final_message else ""
-    replies = plan_reply(
-        prompts.reply, prompts.tokenizer, toolbox, prompt, begun=begun, shows_reasoning=shows_reasoning
-    )
+    replies = prompts.plan_reply(toolbox, prompt, begun=begun, shows_reasoning=body.include_reasoning is not False)
     max_tokens = service.room_for(prompt, wanted, param="messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     more = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs, "n": body.n, "best_of": body.best_of}

@@ -15,6 +15,8 @@ from gapless.server.conversation import Talk, chat_talk
 from gapless.server.errors import ApiError, refused
 from gapless.server.protocol import MessageBody
 from gapless.server.render_pool import RenderPool
+from gapless.server.replies import ReplyPlan
+from gapless.server.tools import Toolbox
 from gapless.text.control import LONG_TEXT
 from gapless.text.conversation import ChatEncoder, Versions
 from gapless.text.render_process import RenderProcess
@@ -45,6 +47,7 @@ class PromptWriter:
         self._reply = reply
         self._most = most  # tokens that a prompt may have; raises ApiError while that is not known
         self._chats = ChatEncoder(tokenizer, allow_special_tokens=allow_special_tokens) if tokenizer else None
+        self._shown: dict[bool, frozenset[int]] = {}
         self._huge_texts = asyncio.Semaphore(NUM_HUGE_TEXTS)
 
     @property
@@ -105,6 +108,20 @@ class PromptWriter:
             message = f"{param} is not supported: the model's chat template does not use it"
             raise ApiError(400, message, param=param, code="unsupported_parameter")
         return {"reasoning_effort": effort}
+
+    def plan_reply(
+        self, toolbox: Toolbox, prompt: Sequence[int], *, begun: str = "", shows_reasoning: bool = True
+    ) -> ReplyPlan:
+        """How to read the replies to a prompt. begun: the part of the reply that the prompt has already."""
+        is_reasoning = self.reply.is_reasoning(self.tokenizer, prompt, begun)
+        shown = self._shown_ids(bool(toolbox.offered))
+        return ReplyPlan(self.reply, toolbox, shown, is_reasoning, shows_reasoning)
+
+    def _shown_ids(self, with_tools: bool) -> frozenset[int]:
+        """Special tokens that belong to the text of replies; looked up once, because some models have thousands."""
+        if with_tools not in self._shown:
+            self._shown[with_tools] = self.reply.shown_ids(self.tokenizer, with_tools=with_tools)
+        return self._shown[with_tools]
 
     async def encode_chat(
         self,

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import asyncio
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,10 @@ from gapless.text.deltas import (
     ReplyDelta,
     ToolCall,
     WholeReply,
-    whole_reply,
 )
 from gapless.text.reply import ReplyFormat
-from gapless.text.tokenizer import Tokenizer
+
+AT_ONCE = 16384  # characters of a reply that are read before others have their turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +40,16 @@ class ReplyPlan:
         """For one choice."""
         return self.format.parser(self.toolbox.callable, is_reasoning=self.is_reasoning)
 
-    def read(self, text: str) -> WholeReply:
-        """A whole text."""
-        reply = whole_reply(self.parser(), text)
+    async def read(self, text: str) -> WholeReply:
+        """A whole text. A long one is read in pieces, so that others have their turn."""
+        parser, reply = self.parser(), WholeReply()
+        for start in range(0, len(text), AT_ONCE):
+            reply.add(parser.push(text[start : start + AT_ONCE]))
+            await asyncio.sleep(0)
+        reply.add(parser.finish())
         if not self.shows_reasoning:
             reply.reasoning = ""
         return reply
-
-
-def plan_reply(
-    format: ReplyFormat,
-    tokenizer: Tokenizer,
-    toolbox: Toolbox,
-    prompt: Sequence[int],
-    *,
-    begun: str = "",
-    shows_reasoning: bool = True,
-) -> ReplyPlan:
-    """For the replies to a prompt. begun: the part of the reply that the prompt has already."""
-    return ReplyPlan(
-        format,
-        toolbox,
-        format.shown_ids(tokenizer, with_tools=bool(toolbox.offered)),
-        format.is_reasoning(tokenizer, prompt, begun),
-        shows_reasoning,
-    )
 
 
 class ReplyStream:

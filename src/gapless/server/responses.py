@@ -5,6 +5,7 @@ Knows the wire format, not HTTP.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -20,7 +21,7 @@ from gapless.server.logprobs import TokenTexts, tell_logprobs
 from gapless.server.memory import Kept, Memory
 from gapless.server.neutral import refuse_unsupported
 from gapless.server.protocol import ResponsesRequest
-from gapless.server.replies import ReplyPlan, plan_reply
+from gapless.server.replies import AT_ONCE, ReplyPlan
 from gapless.server.service import PromptPlan, Service
 from gapless.server.sse import event
 from gapless.server.tools import response_tools
@@ -60,7 +61,11 @@ class ResponseAnswer:
     async def whole(self) -> dict[str, Any]:
         await self._generation.finish()
         choice = self._generation.choices[0]
-        await self._take(choice.text, choice.told, is_last=True)
+        await self._take("", choice.told, is_last=False)
+        for start in range(0, len(choice.text), AT_ONCE):
+            await self._take(choice.text[start : start + AT_ONCE], range(0), is_last=False)
+            await asyncio.sleep(0)
+        await self._take("", range(0), is_last=True)
         return self._finished()
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -179,7 +184,7 @@ async def answer_response(service: Service, body: ResponsesRequest, memory: Memo
     if body.reasoning is not None and body.reasoning.effort is not None:
         values |= prompts.reasoning_effort(body.reasoning.effort, "reasoning.effort")
     prompt = await prompts.encode_chat([*instructed, *talk], param="input", tools=toolbox.offered, **values)
-    replies = plan_reply(prompts.reply, prompts.tokenizer, toolbox, prompt)
+    replies = prompts.plan_reply(toolbox, prompt)
     max_tokens = service.room_for(prompt, body.max_output_tokens, param="input")
     params = demanded(replies, service.params(body, max_tokens, None, logprobs=logprobs))
     by_default = body.max_output_tokens is None

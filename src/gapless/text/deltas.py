@@ -80,11 +80,3 @@ class WholeReply:
                     self.calls.append(ToolCall(id, name))
                 case CallArguments(index, text):
                     self.calls[index].arguments += text
-
-
-def whole_reply(parser: DeltaParser, text: str) -> WholeReply:
-    """The reply that a complete text stands for."""
-    reply = WholeReply()
-    reply.add(parser.push(text))
-    reply.add(parser.finish())
-    return reply

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from gapless.core.structured import read_structured
 from gapless.guides.grammar import Grammar, GrammarGuide
 from gapless.guides.vocabulary import Vocabulary
-from gapless.text.deltas import WholeReply, whole_reply
+from gapless.text.deltas import WholeReply
 from gapless.text.parts import TokenizerParts
 from gapless.text.reasoning import find_reasoning
 from gapless.text.reply import ReplyFormat
@@ -77,7 +77,10 @@ def wander(guide: GrammarGuide, vocabulary: Vocabulary, tokenizer: Tokenizer, se
 
 def parsed(name: str, text: str, *, thinks: bool = False) -> WholeReply:
     format = ReplyFormat(find_format(None, name), THINK if thinks else None)
-    return whole_reply(format.parser(TOOLS, is_reasoning=False), text)
+    parser, reply = format.parser(TOOLS, is_reasoning=False), WholeReply()
+    reply.add(parser.push(text))
+    reply.add(parser.finish())
+    return reply
 
 
 def check(reply: WholeReply, *, all: bool) -> None:

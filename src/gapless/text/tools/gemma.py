@@ -16,6 +16,7 @@ from gapless.text.tools.gemma_shape import GemmaShapes
 
 HEAD = "call:"
 OF_NAMES = "_.-"  # besides letters and digits
+AT_ONCE = 1024  # characters shown to a state: more than any tag, and not so many that copies take long
 WORDS = {"True": "true", "False": "false", "None": "null"}  # spellings of Python
 
 
@@ -63,7 +64,7 @@ class GemmaCall:
     def feed(self, text: str) -> int:
         place, was_named = 0, self.name is not None
         while place < len(text) and not (self.is_done or self.has_failed):
-            count = self._state(text[place:])
+            count = self._state(text[place : place + AT_ONCE])
             place += count
             if count == 0 or (self.name is not None and not was_named):
                 break

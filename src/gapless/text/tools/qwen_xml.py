@@ -96,18 +96,24 @@ class QwenXmlCall:
         self._key = ""
         self._json: list[str] = []
         self._num_parameters = 0
+        self._in_value = False
         self._state = self._head
 
     def feed(self, text: str) -> int:
-        for index, char in enumerate(text):
+        place = 0
+        while place < len(text) and not self.is_done:
+            if self._in_value:
+                place += self._read_value(text[place:])
+                continue
             was_named = self.name is not None
-            self._text += char
+            self._text += text[place]
             self._state()
             if self.has_failed:
-                return index
-            if self.is_done or (self.name is not None and not was_named):
-                return index + 1
-        return len(text)
+                return place
+            place += 1
+            if self.name is not None and not was_named:
+                break
+        return place
 
     def take_arguments(self) -> str:
         taken, self._json = "".join(self._json), []
@@ -129,18 +135,26 @@ class QwenXmlCall:
             self._json.append("}" if self._num_parameters else "{}")
             self.is_done = True
         elif self._text.startswith(PARAMETER) and self._text.endswith(">"):
-            self._key, self._text, self._state = self._text[len(PARAMETER) : -1].strip(), "", self._value
+            self._key, self._text, self._in_value = self._text[len(PARAMETER) : -1].strip(), "", True
         elif not self._text.startswith(PARAMETER):
             self.has_failed = not any(tag.startswith(self._text) for tag in (PARAMETER, FUNCTION_END))
 
-    def _value(self) -> None:
-        if not self._text.endswith(PARAMETER_END):
-            return
-        text = self._text[: -len(PARAMETER_END)].removeprefix("\n").removesuffix("\n")
+    def _read_value(self, text: str) -> int:
+        """All of the text, or up to the end of the value."""
+        before = len(self._text)
+        self._text += text
+        end = self._text.find(PARAMETER_END, max(0, before - len(PARAMETER_END)))
+        if end < 0:
+            return len(text)
+        self._add(self._text[:end].removeprefix("\n").removesuffix("\n"))
+        return end + len(PARAMETER_END) - before
+
+    def _add(self, text: str) -> None:
+        """A parameter is complete."""
         self._json.append("{" if self._num_parameters == 0 else ", ")
         self._json.append(f"{json.dumps(self._key, ensure_ascii=False)}: {self._as_json(text)}")
         self._num_parameters += 1
-        self._text, self._state = "", self._between
+        self._text, self._in_value = "", False
 
     def _as_json(self, text: str) -> str:
         schema = self._tools.get(self.name or "")
