@@ -224,6 +224,8 @@ def add_sampling_options(
         _add_flag(group, name, defaults[name], text + shown, SamplingParams)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
     group.add_argument("--stop-token-id", action="append", type=int, metavar="ID", help="end at this token; repeatable")
+    group.add_argument("--bad-word", action="append", metavar="TEXT", help="never complete this text; repeatable")
+    group.add_argument("--bad-token-id", action="append", type=int, metavar="ID", help="a token that never comes")
     group.add_argument("--sampling-seed", type=int, metavar="N", help="same seed, same tokens")
     add_shape_flags(parser)
 
@@ -261,6 +263,7 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
     """Sampling parameters that were set by flags."""
     values = {name: getattr(args, name, None) for name in SAMPLING_HELP}
     values |= {"stop": args.stop, "stop_token_ids": args.stop_token_id, "seed": args.sampling_seed}
+    values |= {"bad_words": args.bad_word, "bad_token_ids": args.bad_token_id}
     values |= {"structured": shape_of_flags(args)}
     found = {name: value for name, value in values.items() if value is not None}
     SamplingParams.from_dict(found)

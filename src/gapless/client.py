@@ -22,6 +22,7 @@ from gapless.errors import ConfigError, InvalidRequest, ModelNotFound
 from gapless.models.source import ModelSource, resolve
 from gapless.pipeline.engine import Engine
 from gapless.text import load_tokenizer
+from gapless.text.bad_words import in_tokens
 from gapless.text.local_chat import LocalChat
 from gapless.text.tokenizer import Tokenizer
 from gapless.text.transcript import Transcript
@@ -222,6 +223,7 @@ class Client:
             raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", "stop")
         if streams and is_ranked(params):
             raise InvalidRequest("best_of above n cannot be streamed: the best are known only at the end", "best_of")
+        params = replace(params, bad_words=in_tokens(params.bad_words, self.tokenizer))
         make = self.engine.make_request
         requests = [make(tokens, each, streams=streams or bool(params.stop)) for each in candidates(params)]
         made = [(each, self._transcript(each, shown_ids)) for each in requests]

@@ -113,6 +113,10 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     check_top(params.logprobs, vocab_size, "logprobs")
     check_top(params.prompt_logprobs, vocab_size, "prompt_logprobs")
     check_tokens([token for token, _ in params.logit_bias], vocab_size, "logit_bias")
+    check_tokens(params.allowed_token_ids or (), vocab_size, "allowed_token_ids")
+    check_tokens(params.bad_token_ids, vocab_size, "bad_token_ids")
+    for word in params.bad_words:
+        check_tokens(() if isinstance(word, str) else word, vocab_size, "bad_words")
 
 
 def all_stop_ids(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:

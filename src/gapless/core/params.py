@@ -18,6 +18,8 @@ MAX_STOP_STRINGS = 16
 MAX_CHOICES = 1024  # candidates of one prompt
 MAX_LOGPROBS = 20  # most alternatives returned with each token
 MAX_BIASES = 1024  # tokens with a bias
+MAX_BAD_WORDS = 1024
+MAX_WORD = 256  # characters of a bad word, or tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,9 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtract from the logits of tokens generated before
     frequency_penalty: float = 0.0  # subtract for each time that a token was generated before
     logit_bias: tuple[tuple[int, float], ...] = ()  # add to the logits of these tokens; given as a mapping or as pairs
+    allowed_token_ids: tuple[int, ...] | None = None  # only these tokens may come
+    bad_token_ids: tuple[int, ...] = ()  # these tokens never come
+    bad_words: tuple[str | tuple[int, ...], ...] = ()  # texts, or sequences of tokens, that are never completed
     seed: int | None = None  # same seed, same tokens; None derives one from the engine's seed
     stop: tuple[str, ...] = ()  # end at any of these strings
     stop_token_ids: tuple[int, ...] = ()  # end at any of these tokens
@@ -67,6 +72,9 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
+        object.__setattr__(self, "allowed_token_ids", _as_ids("allowed_token_ids", self.allowed_token_ids))
+        object.__setattr__(self, "bad_token_ids", _as_ids("bad_token_ids", self.bad_token_ids))
+        object.__setattr__(self, "bad_words", _as_words(self.bad_words))
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_stops(self.stop, self.stop_token_ids)
@@ -143,6 +151,33 @@ def _as_biases(given: Any) -> tuple[tuple[int, float], ...]:
             raise InvalidRequest(f"logit_bias names token {token} twice", "logit_bias")
         found[token] = float(value)
     return tuple(sorted(found.items()))
+
+
+def _as_ids(name: str, given: Any) -> tuple[int, ...] | None:
+    if given is None and name == "allowed_token_ids":
+        return None
+    ids = _as_tuple(name, given)
+    for token in ids:
+        _integer(f"a token id in {name}", token, 0, 2**31 - 1, param=name)
+    if not ids and name == "allowed_token_ids":
+        raise InvalidRequest("allowed_token_ids is empty: no token could come", name)
+    return ids
+
+
+def _as_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
+    words = _as_tuple("bad_words", given)
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"at most {MAX_BAD_WORDS} bad words, got {len(words)}", "bad_words")
+    for word in words:
+        if not isinstance(word, (str, list, tuple)) or not (word.strip() if isinstance(word, str) else word):
+            raise InvalidRequest(f"a bad word must be text or token ids, and not empty, got {word!r}", "bad_words")
+        if len(word) > MAX_WORD:
+            raise InvalidRequest(
+                f"a bad word has at most {MAX_WORD} characters or tokens, got {len(word)}", "bad_words"
+            )
+        for token in () if isinstance(word, str) else word:
+            _integer("a token id in bad_words", token, 0, 2**31 - 1, param="bad_words")
+    return tuple(word if isinstance(word, str) else tuple(word) for word in words)
 
 
 def _check_stops(stop: tuple[Any, ...], stop_token_ids: tuple[Any, ...]) -> None:

@@ -15,6 +15,7 @@ from gapless.core.params import SamplingParams
 from gapless.core.request import Request
 from gapless.core.scheduler import Scheduler
 from gapless.guides.compiler import Compiler
+from gapless.guides.tokens import join
 
 if TYPE_CHECKING:
     from gapless.guides.grammar import Grammar
@@ -46,6 +47,6 @@ class Grammars:
             return None
         if (error := future.exception()) is not None:
             return self._scheduler.abort(request.id, "error", error)
-        request.guide = future.result().guide()
+        request.guide = join(request.guide, future.result().guide())
         self._scheduler.release(request.id)
         return None

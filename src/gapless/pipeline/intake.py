@@ -10,6 +10,7 @@ import numpy.typing as npt
 from gapless.core.limits import all_stop_ids, check_fits, check_tokens, check_vocabulary, most_new_tokens
 from gapless.core.params import SamplingParams
 from gapless.core.request import IntArray, Request, int_array
+from gapless.guides.words import guide_of
 from gapless.runner.resolve import Resolved
 
 
@@ -36,6 +37,7 @@ def make_request(
         stop_ids=all_stop_ids(params, model.eos_token_ids, model.vocab_size),
         limit=len(prompt) + most_new_tokens(len(prompt), params, limits),
         streams=streams,
+        guide=guide_of(params, model.vocab_size),
     )
     check_fits(request, limits)
     if len(generated) > 0:

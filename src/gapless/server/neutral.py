@@ -65,8 +65,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "prompt_logprobs": (),
     "echo": (False,),
     "include_reasoning": (True, False),

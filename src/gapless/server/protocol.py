@@ -72,6 +72,9 @@ class Sampling(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
         None, description="of each time that a token is in the output"
     )
+    allowed_token_ids: list[TokenId] | None = Field(None, description="no others may come")
+    bad_token_ids: list[TokenId] | None = None
+    bad_words: list[str | list[TokenId]] | None = Field(None, description="texts, or token ids, that are not completed")
     logit_bias: dict[str, float] | None = Field(None, description="token ids to what is added to their logits")
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop_token_ids: list[TokenId] | None = None

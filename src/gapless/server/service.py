@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gapless.core.choices import candidates, num_candidates
@@ -30,6 +30,7 @@ from gapless.server.render_pool import RenderPool
 from gapless.server.roster import Flight
 from gapless.server.shapes import shape_of
 from gapless.server.supervisor import Supervisor
+from gapless.text.bad_words import in_tokens
 from gapless.text.reply import find_reply_format
 from gapless.text.tokenizer import Tokenizer
 from gapless.text.transcript import Transcript
@@ -48,6 +49,9 @@ SHARED = (  # parameters that have the same name in a body and in SamplingParams
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
+    "allowed_token_ids",
+    "bad_token_ids",
+    "bad_words",
     "seed",
     "stop_token_ids",
     "include_stop_str_in_output",
@@ -181,6 +185,7 @@ class Service:
             if shape is not None and self.tokenizer is None:
                 raise InvalidRequest(f"{shape.param} needs a tokenizer, which the model does not have", shape.param)
             params = SamplingParams.from_dict({"structured": shape, **values, "max_tokens": max_tokens, "stop": stops})
+            params = replace(params, bad_words=in_tokens(params.bad_words, self.tokenizer))
             check_vocabulary(params, self.info.vocab_size)
             all_stop_ids(params, self.info.eos_token_ids, self.info.vocab_size)
         return params

@@ -1,0 +1,65 @@
+"""A guide by token ids: the same tokens may come at every place. And several guides as one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gapless.core.guide import MASK_BITS, Guide, mask_words
+
+Mask = npt.NDArray[np.int32]
+
+
+def mask_of(tokens: Collection[int], vocab_size: int) -> Mask:
+    """The mask that allows these tokens of a vocabulary, and no others."""
+    bits = np.zeros(MASK_BITS * mask_words(vocab_size), np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class TokenGuide:
+    """Allows what a mask allows, always."""
+
+    waits = False
+    is_over = False
+
+    def __init__(self, mask: Mask) -> None:
+        self._mask = mask
+
+    def advance(self, tokens: Mask) -> None:
+        """Nothing changes."""
+
+    def fill(self, out: Mask) -> None:
+        out[:] = self._mask[: len(out)]
+
+
+class AllOf:
+    """Allows what all of its guides allow."""
+
+    def __init__(self, guides: Sequence[Guide]) -> None:
+        self._guides = guides
+        self.waits = any(guide.waits for guide in guides)
+        self.is_over = any(guide.is_over for guide in guides)
+
+    def advance(self, tokens: Mask) -> None:
+        for guide in self._guides:
+            guide.advance(tokens)
+        self.is_over = any(guide.is_over for guide in self._guides)
+
+    def fill(self, out: Mask) -> None:
+        first, *others = self._guides
+        first.fill(out)
+        one = np.empty_like(out)
+        for guide in others:
+            guide.fill(one)
+            out &= one
+
+
+def join(*guides: Guide | None) -> Guide | None:
+    """Those that are there, as one; None where there is none."""
+    found = [guide for guide in guides if guide is not None]
+    if len(found) > 1:
+        return AllOf(found)
+    return found[0] if found else None
