@@ -102,6 +102,22 @@ def test_too_many_rows_and_biases_take_the_library(num_rows: int) -> None:
     assert_near(make.norm_linear(norm, plain(weight), None)(again), normed(expected, norm) @ weight.float().T)
 
 
+@pytest.mark.parametrize("num_rows", [65, MAX_ROWS + 1])
+def test_many_rows_are_added_by_the_library(num_rows: int) -> None:
+    """The next norm has nothing to add then. No kernel can tile these columns, for any number of rows."""
+    size = 100
+    make = SkinnyLayers(DEVICE, fused=True)
+    residual, x, weight = draw(num_rows, size), draw(num_rows, 128, seed=1), draw(size, 128, seed=2)
+    expected = residual.float() + x.float() @ weight.float().T
+    norm = Norm(1 + 0.1 * draw(size, seed=3), EPS)
+    found = make.add_linear(plain(weight), None)(x, Hidden(residual))
+    assert found.values is residual
+    assert (found.addend is None) == (num_rows > MAX_ROWS)
+    assert found.num_squares == 0
+    assert_near(make.norm(norm)(found), normed(expected, norm))
+    assert_near(residual, expected)  # in place, by the library or by the norm
+
+
 def test_without_fused_kernels_all_products_are_the_plain_one() -> None:
     """A row's result must not depend on the others, or on how many there are."""
     asked: list[tuple[int, ...]] = []

@@ -6,18 +6,40 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gapless.kernels.tilings import MAX_ROWS
+
+LARGE_COLUMNS, LARGE_ROWS = 4096, 8192
 product_shapes: list[str] = []  # of all products so far, rows x inner x columns, in the order of their first ones
 _known: set[tuple[int, torch.Size, torch.dtype]] = set()
 
 
 def library_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """x [m, in] times weight [out, in], plus bias [out], in x's dtype unless a different one is given."""
-    if (shape := (len(x), weight.shape, x.dtype)) not in _known:  # the library chooses a kernel, and may load it
-        _known.add(shape)
-        product_shapes.append(f"{len(x)}x{weight.shape[1]}x{weight.shape[0]}")
+    _remember(x, weight)
     if dtype is None or dtype == x.dtype:
         return F.linear(x, weight, bias)
     assert bias is None
     if x.is_cuda:
         return torch.mm(x, weight.t(), out_dtype=dtype)
     return F.linear(x.to(dtype), weight.to(dtype))  # torch has the other for GPUs only
+
+
+def add_library_product(x: Tensor, weight: Tensor, residual: Tensor) -> None:
+    """Add x [m, in] times weight [out, in] to the residual [m, out], in place; its sums are rounded once."""
+    _remember(x, weight)
+    torch.addmm(residual, x, weight.t(), out=residual)
+
+
+def adds_fast(num_rows: int, columns: int) -> bool:
+    """Whether a residual that the library adds costs less than the next norm's pass over both. Measured on an H200.
+
+    A product of few rows, or of a large model's with fewer than a full step's, would get a slower kernel.
+    """
+    return num_rows > (MAX_ROWS if columns < LARGE_COLUMNS else LARGE_ROWS - 1)
+
+
+def _remember(x: Tensor, weight: Tensor) -> None:
+    """Before the first product of a shape: the library chooses a kernel, and may load it."""
+    if (shape := (len(x), weight.shape, x.dtype)) not in _known:
+        _known.add(shape)
+        product_shapes.append(f"{len(x)}x{weight.shape[1]}x{weight.shape[0]}")

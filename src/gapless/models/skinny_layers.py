@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from gapless.kernels.cublas import library_product
+from gapless.kernels.cublas import add_library_product, adds_fast, library_product
 from gapless.kernels.fused import rms_norm, silu_mul
 from gapless.kernels.products import Workspace, embed, product, tiling_for
 from gapless.kernels.tilings import MAX_ROWS
@@ -152,6 +152,9 @@ class SkinnyAdded:
     def __call__(self, x: Tensor, hidden: Hidden) -> Hidden:
         fits = self._fused and self._bias is None
         tiling = tiling_for(len(x), *self._weight.shape, adds=True) if fits else None
+        if tiling is None and fits and adds_fast(len(x), len(self._weight)):
+            add_library_product(x, self._weight, hidden.values)
+            return Hidden(hidden.values)
         if tiling is None:
             return Hidden(hidden.values, addend=self._plain(x, self._weight, self._bias))
         product(x, self._weight, self._workspace, tiling, add_to=hidden.values)
