@@ -43,7 +43,7 @@ _CHANGES: dict[str, dict[str, Any]] = {  # what is not as in `raw_config`, so th
     "starcoder2": _WINDOW,
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "tie_word_embeddings": True},
     "cohere": {"logit_scale": 0.5},
-    "cohere2": _WINDOW | {"logit_scale": 0.5, "use_qk_norm": True},
+    "cohere2": _WINDOW | {"logit_scale": 0.5},
     "gemma2": _WINDOW | {"head_dim": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0},
     "mixtral": _WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
