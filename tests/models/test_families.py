@@ -237,10 +237,10 @@ def test_gguf_frequency_factors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arch", "options", "named"),
     [
-        ("phi3", {}, "phi3"),
+        ("bloom", {}, "bloom"),
         ("llama", {"ARCH__rope__scaling__type": "longrope"}, "longrope"),
         ("llama", {"ARCH__rope__dimension_count": 12}, "rope"),
-        ("llama", {"ARCH__expert_count": 8}, "experts"),
+        ("qwen2", {"ARCH__expert_count": 8}, "qwen2' with experts"),
         ("llama", {"drop": "embedding_length"}, "llama.embedding_length"),
         ("llama", {"drop": "token_embd.weight"}, "token_embd.weight"),
         ("llama", {"ARCH__attention__value_length": 12}, "values"),

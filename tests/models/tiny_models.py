@@ -98,7 +98,7 @@ def save_gguf(
     for name, (gguf_name, array) in weights.items():
         if gguf_name != drop:
             is_permuted = arch == "llama" and ("q_proj" in name or "k_proj" in name)
-            stored = _pairs_from_halves(array, 4 if "q_proj" in name else 2) if is_permuted else array
+            stored = pairs_from_halves(array, 4 if "q_proj" in name else 2) if is_permuted else array
             writer.add_tensor(gguf_name, stored)
     for name, array in (extra or {}).items():
         writer.add_tensor(name, array)
@@ -109,7 +109,7 @@ def save_gguf(
     return {name: array for name, (_, array) in weights.items()}
 
 
-def _pairs_from_halves(array: np.ndarray, num_heads: int) -> np.ndarray:
+def pairs_from_halves(array: np.ndarray, num_heads: int) -> np.ndarray:
     halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
 

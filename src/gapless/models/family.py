@@ -32,6 +32,7 @@ class GGUFForm:
     architecture: str  # general.architecture
     names: WeightNames = GGUF_NAMES
     keys: Mapping[str, str] = field(default_factory=dict)  # of config.json: their names in the metadata
+    has_experts: bool = False  # a family with experts may be called like one without
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,15 @@ KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",
     "sliding_window": "attention.sliding_window",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    **{
+        key: key for key in ("rope_theta", "partial_rotary_factor", "num_local_experts")
+    },  # whatever a family calls them
 }
 ROPE_KINDS = ("none", "linear", "yarn")
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 def read_gguf_config(file: GGUFFile, family: Family, form: GGUFForm) -> ModelConfig:
@@ -60,22 +67,22 @@ def _found(file: GGUFFile, keys: Keys, form: GGUFForm) -> dict[str, Any]:
         "attention_bias": has_bias(names.q),
         "mlp_bias": has_bias(names.down),
         "use_sliding_window": bool(keys.get("attention.sliding_window")),
+        "attention.sliding_window": keys.get("attention.sliding_window") or None,  # 0: none
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(file, keys),
     }
 
 
 def _rope_scaling(file: GGUFFile, keys: Keys) -> dict[str, Any]:
+    part = _rotated_part(keys)
+    if LONG in file.tensors and SHORT in file.tensors:
+        return part | _longrope(file, keys)
     kind = keys.get("rope.scaling.type", "linear")
     if kind not in ROPE_KINDS:
         raise UnsupportedModel(
             f"{file.path}: rope type {shown(kind)} is not supported; Gapless runs {', '.join(ROPE_KINDS)}"
         )
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
-    num_heads = keys.size("attention.head_count")
-    head_dim = keys.size("attention.key_length", keys.size("embedding_length") // num_heads or 1)
-    width = keys.size("rope.dimension_count", head_dim)
-    part = {} if width == head_dim else {"partial_rotary_factor": width / head_dim}
     if kind == "none" or factor == 1.0:
         return part
     if kind == "linear":
@@ -92,6 +99,25 @@ def _rope_scaling(file: GGUFFile, keys: Keys) -> dict[str, Any]:
     }
 
 
+def _rotated_part(keys: Keys) -> dict[str, Any]:
+    if keys.get("rope.dimension_count") is None:
+        return {}
+    num_heads = keys.size("attention.head_count")
+    head_dim = keys.size("attention.key_length", keys.size("embedding_length") // num_heads or 1)
+    return {"partial_rotary_factor": keys.size("rope.dimension_count") / head_dim}
+
+
+def _longrope(file: GGUFFile, keys: Keys) -> dict[str, Any]:
+    most = keys.size("context_length")
+    return {
+        "rope_type": "longrope",
+        "short_factor": _vector(file, SHORT),
+        "long_factor": _vector(file, LONG),
+        "original_max_position_embeddings": keys.size("rope.scaling.original_context_length", most),
+        "attention_factor": keys.number("rope.scaling.attn_factor", 1.0),
+    }
+
+
 def _as_stored(layer: LayerSpec, factors: tuple[float, ...] | None) -> LayerSpec:
     """Offsets of norms are in the weights already; factors of frequencies are a tensor."""
     norm, rope = replace(layer.norm, offset=0.0), layer.attention.rope
@@ -103,17 +129,17 @@ def _as_stored(layer: LayerSpec, factors: tuple[float, ...] | None) -> LayerSpec
 def _refuse(keys: Keys) -> None:
     if keys.get("attention.value_length", keys.get("head_dim")) != keys.get("head_dim"):
         raise UnsupportedModel(f"{keys.where}: values whose size differs from that of keys are not supported")
-    if keys.get("expert_count"):
-        raise UnsupportedModel(f"{keys.where}: mixture of experts is not supported")
 
 
 def _freq_factors(file: GGUFFile) -> tuple[float, ...] | None:
-    name = "rope_freqs.weight"
-    if name not in file.tensors:
-        return None
+    return tuple(_vector(file, "rope_freqs.weight")) if "rope_freqs.weight" in file.tensors else None
+
+
+def _vector(file: GGUFFile, name: str) -> list[float]:
     if len(file.tensors[name].shape) != 1:
         raise CorruptModel(f"{file.path}: tensor {name} has shape {file.tensors[name].shape}, not one dimension")
-    return tuple(file.load(name).tolist())
+    values: list[float] = file.load(name).tolist()
+    return values
 
 
 def _vocab_size(file: GGUFFile) -> int:

@@ -62,10 +62,12 @@ def hf_config(raw: Mapping[str, Any], generation_config: Mapping[str, Any] | Non
 def gguf_config(file: GGUFFile) -> ModelConfig:
     """Reads the metadata of a GGUF."""
     name = file.metadata.get("general.architecture")
-    forms = {family.gguf.architecture: family for family in FAMILIES if family.gguf is not None}
-    family = forms.get(name) if isinstance(name, str) else None
+    has_experts = bool(file.metadata.get(f"{name}.expert_count"))
+    forms = {(form.architecture, form.has_experts): family for family in FAMILIES if (form := family.gguf) is not None}
+    family = forms.get((name, has_experts)) if isinstance(name, str) else None
     if family is None or family.gguf is None:
-        raise _unsupported(f"GGUF architecture {shown(name)}", list(forms))
+        what = f"GGUF architecture {shown(name)}{' with experts' if has_experts else ''}"
+        raise _unsupported(what, list(dict.fromkeys(name for name, _ in forms)))
     config = read_gguf_config(file, family, family.gguf)
     places = {f"{file.path}: {key}": file.metadata.get(key) for key in _GGUF_END_KEYS}
     return replace(config, eos_token_ids=_end_ids(config.vocab_size, places))

@@ -23,11 +23,19 @@ def gemma_layer(keys: Keys, *, cap: float | None, **more: Any) -> LayerSpec:
     """cap: of scores, where the config has no key for it."""
     if keys.flag("use_bidirectional_attention"):
         raise UnsupportedModel("use_bidirectional_attention is not supported: tokens see earlier ones only")
-    bias, scale = keys.flag("attention_bias"), keys.number("query_pre_attn_scalar", 256.0) ** -0.5
+    bias, scale = keys.flag("attention_bias"), keys.number("query_pre_attn_scalar", _scalar(keys)) ** -0.5
     fields = {"scale": scale, "qkv_bias": bias, "output_bias": bias, "soft_cap": _cap(keys, "attn", cap)}
     attention = hf_attention(keys, head_dim=256, **fields | more)
     mlp = hf_mlp(keys, key="hidden_activation", default="gelu_pytorch_tanh")
     return LayerSpec(attention, mlp, hf_norm(keys, place="around", offset=1.0))
+
+
+def _scalar(keys: Keys) -> int:
+    """GGUF files do not say it: it is the size of a head, but for the 27B models, whose heads are smaller than that."""
+    if not keys.is_gguf:
+        return 256
+    is_27b = keys.size("num_hidden_layers") in (46, 62)
+    return keys.size("hidden_size") // keys.size("num_attention_heads") if is_27b else keys.size("head_dim", 256)
 
 
 def gemma_ends(keys: Keys, *, cap: float | None) -> dict[str, Any]:

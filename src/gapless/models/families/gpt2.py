@@ -1,10 +1,12 @@
 """GPT-2: learned positions instead of rope, layer norms, biases, matrices stored [in, out]."""
 
+from dataclasses import replace
+
 from gapless.errors import UnsupportedModel
 from gapless.models.config import ModelConfig
-from gapless.models.family import Family, hf_attention, hf_layer_norm, hf_mlp, hf_model
+from gapless.models.family import Family, GGUFForm, hf_attention, hf_layer_norm, hf_mlp, hf_model
 from gapless.models.keys import Keys
-from gapless.models.names import WeightNames
+from gapless.models.names import GGUF_NAMES, WeightNames
 from gapless.models.spec import LayerSpec
 
 ARCHITECTURE = "GPT2LMHeadModel"
@@ -24,6 +26,8 @@ NAMES = WeightNames(
     down="mlp.c_proj",
     transposed=True,
 )
+GGUF_FORM = replace(GGUF_NAMES, q="attn_qkv", k="attn_qkv", v="attn_qkv")
+GGUF_KEYS = {"layer_norm_epsilon": "attention.layer_norm_epsilon"}
 OLD_KEYS = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -51,4 +55,4 @@ def from_hf(keys: Keys) -> ModelConfig:
     )
 
 
-FAMILY = Family(ARCHITECTURE, "gpt2", from_hf, models="GPT-2, DistilGPT-2")
+FAMILY = Family(ARCHITECTURE, "gpt2", from_hf, GGUFForm("gpt2", GGUF_FORM, GGUF_KEYS), "GPT-2, DistilGPT-2")

@@ -1,9 +1,11 @@
 """GPT-NeoX: attention and MLP side by side, layer norms, biases, rope over a part of the head; q, k and v by head."""
 
+from dataclasses import replace
+
 from gapless.models.config import ModelConfig
-from gapless.models.family import Family, hf_attention, hf_head_dim, hf_layer_norm, hf_mlp, hf_model
+from gapless.models.family import Family, GGUFForm, hf_attention, hf_head_dim, hf_layer_norm, hf_mlp, hf_model
 from gapless.models.keys import Keys
-from gapless.models.names import WeightNames
+from gapless.models.names import GGUF_NAMES, WeightNames
 from gapless.models.rope_config import hf_rope
 from gapless.models.spec import LayerSpec
 
@@ -23,6 +25,7 @@ NAMES = WeightNames(
     down="mlp.dense_4h_to_h",
     head_by_head=True,
 )
+GGUF_FORM = replace(GGUF_NAMES, q="attn_qkv", k="attn_qkv", v="attn_qkv")
 OLD_KEYS = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}
 
 
@@ -37,4 +40,4 @@ def from_hf(keys: Keys) -> ModelConfig:
     return hf_model(keys, ARCHITECTURE, LayerSpec(attention, mlp, hf_layer_norm(keys), parallel), names=NAMES)
 
 
-FAMILY = Family(ARCHITECTURE, "gpt_neox", from_hf, models="Pythia, GPT-NeoX 20B, Dolly 2")
+FAMILY = Family(ARCHITECTURE, "gpt_neox", from_hf, GGUFForm("gptneox", GGUF_FORM), "Pythia, GPT-NeoX 20B, Dolly 2")

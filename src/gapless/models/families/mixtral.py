@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from gapless.models.config import ModelConfig
-from gapless.models.family import Family, hf_attention, hf_experts, hf_layers, hf_model, hf_norm
+from gapless.models.families.llama import PAIRS
+from gapless.models.family import Family, GGUFForm, hf_attention, hf_experts, hf_layers, hf_model, hf_norm
 from gapless.models.keys import Keys
 from gapless.models.names import HF_NAMES
 from gapless.models.spec import LayerSpec
@@ -24,4 +25,4 @@ def from_hf(keys: Keys) -> ModelConfig:
     return hf_model(keys, ARCHITECTURE, hf_layers(keys, layer, default=None, always=True), names=NAMES)
 
 
-FAMILY = Family(ARCHITECTURE, "mixtral", from_hf, models="Mixtral 8x7B and 8x22B")
+FAMILY = Family(ARCHITECTURE, "mixtral", from_hf, GGUFForm("llama", PAIRS, has_experts=True), "Mixtral 8x7B and 8x22B")

@@ -8,11 +8,6 @@ from gapless.models.family import Family, GGUFForm, hf_experts
 from gapless.models.keys import Keys
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
-GGUF_KEYS = {
-    "num_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-}
 
 
 def from_hf(keys: Keys) -> ModelConfig:
@@ -29,5 +24,5 @@ def from_hf(keys: Keys) -> ModelConfig:
 
 
 FAMILY = Family(
-    ARCHITECTURE, "qwen3_moe", from_hf, GGUFForm("qwen3moe", keys=GGUF_KEYS), "Qwen3-30B-A3B, Qwen3-235B-A22B"
+    ARCHITECTURE, "qwen3_moe", from_hf, GGUFForm("qwen3moe", has_experts=True), "Qwen3-30B-A3B, Qwen3-235B-A22B"
 )
