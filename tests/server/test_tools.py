@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gapless.errors import ConfigError
 from gapless.server.conversation import chat_talk, turns
 from gapless.server.errors import ApiError
 from gapless.server.history import told_reply
+from gapless.server.options import ServerOptions
 from gapless.server.protocol import MessageBody
+from gapless.server.run import read_template
 from gapless.server.tools import MAX_TOOLS, chat_tools, response_tools
 from gapless.text.deltas import ToolCall, WholeReply
 
@@ -216,3 +220,19 @@ def test_wrong_items_are_refused_by_their_path(items: list[dict[str, Any]], para
     with pytest.raises(ApiError) as caught:
         turns(items, [])
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("options", [{"tool_format": "xml"}, {"reasoning_format": "thonk"}])
+def test_an_unknown_format_is_refused_at_the_start(options: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        ServerOptions(**options)
+
+
+def test_a_chat_template_of_the_operator(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="chat_template"):
+        read_template(str(tmp_path / "none"))
+    (tmp_path / "t").write_text("{{ messages }}é", "utf-8")
+    assert read_template(str(tmp_path / "t")) == "{{ messages }}é"
+    (tmp_path / "t").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="chat_template"):
+        read_template(str(tmp_path / "t"))

@@ -204,10 +204,10 @@ def _tokenizer(source: ModelSource, template: str | None) -> Tokenizer | None:
     except ModelNotFound as error:
         log.warning("%s", error)
         return None
-    return tokenizer if template is None else tokenizer.with_template(_read_template(template))
+    return tokenizer if template is None else tokenizer.with_template(read_template(template))
 
 
-def _read_template(path: str) -> str:
+def read_template(path: str) -> str:
     try:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -148,6 +148,15 @@ def test_a_strict_tool_is_enforced_where_calls_are_free(
     assert not may_say(call_of(name, "unknown", {}))
 
 
+@pytest.mark.parametrize("name", [each.name for each in FORMATS])
+def test_at_most_one_call_where_calls_are_free(tokenizer: Tokenizer, vocabulary: Vocabulary, name: str) -> None:
+    demand = Demand(TOOLS, is_required=False, is_parallel=False, enforces_all=False)
+    calls = [call_of(name, "point", *[{"x": 5}] * number) for number in (1, 2)]
+    assert fits(tokenizer, guide(vocabulary, name, demand), "Text.")
+    assert fits(tokenizer, guide(vocabulary, name, demand), calls[0])
+    assert not fits(tokenizer, guide(vocabulary, name, demand), calls[1])
+
+
 @pytest.mark.parametrize("name", ["hermes", "mistral", "json"])
 def test_an_answer_may_have_a_shape_and_reasoning_before_it(
     tokenizer: Tokenizer, vocabulary: Vocabulary, name: str
