@@ -54,7 +54,8 @@ def test_weights_and_nothing_else_are_under_way_before_the_wait(name: str, order
     assert tiling.kernel == "ring"
     values = {
         "N": columns, "K": inner, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k,
-        "NUM_STAGES": tiling.num_stages, "SPLITS": tiling.splits, "NORM": not adds, "GATED": gated, "ADD": adds,
+        "NUM_STAGES": tiling.num_stages, "ROW_STAGES": tiling.row_stages or tiling.num_stages,
+        "SPLITS": tiling.splits, "NORM": not adds, "GATED": gated, "ADD": adds,
         "MAX_SQUARES": 32, "SQUARES_STRIDE": 256, "TRIGGER": tiling.triggers, "ORDER_FREE": order_free,
     }  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

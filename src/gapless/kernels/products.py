@@ -118,7 +118,10 @@ def _launch_ring(
 
     tiles = ring.in_tiles(weight, tiling.block_n, tiling.block_k)
     grid = (out.shape[1] // tiling.block_n, tiling.splits)
-    ring.ring_product[grid](x, tiles, out, *scratch, NUM_STAGES=tiling.num_stages, **shape, launch_pdl=True)
+    ring.ring_product[grid](
+        x, tiles, out, *scratch, NUM_STAGES=tiling.num_stages, ROW_STAGES=tiling.row_stages or tiling.num_stages,
+        **shape, launch_pdl=True,
+    )  # fmt: skip
 
 
 def _num_stages(tiling: Tiling, *, gated: bool) -> int:

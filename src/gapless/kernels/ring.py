@@ -49,13 +49,13 @@ def _fetch(
 
 @gluon.jit
 def _multiply(
-    acc, acc_up, rows, tiles, stage,
+    acc, acc_up, rows, tiles, row_stage, stage,
     BLOCK_K: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Add a stage's rows times its weights."""
     num_tiles: gl.constexpr = 2 if GATED else 1
     for start in gl.static_range(0, BLOCK_K, STEP):
-        a = rows.index(stage).slice(start, STEP, dim=1).load(gl.DotOperandLayout(0, LAYOUT, 2))
+        a = rows.index(row_stage).slice(start, STEP, dim=1).load(gl.DotOperandLayout(0, LAYOUT, 2))
         some = tiles.index(num_tiles * stage).slice(start, STEP, dim=1).permute([1, 0])
         acc = mma_v2(a, some.load(gl.DotOperandLayout(1, LAYOUT, 2)), acc)
         if GATED:
@@ -102,12 +102,13 @@ def _join(
 def ring_product(
     x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps,
     N: gl.constexpr, K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    NUM_STAGES: gl.constexpr, SPLITS: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
+    NUM_STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, SPLITS: gl.constexpr,
+    NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
     MAX_SQUARES: gl.constexpr, SQUARES_STRIDE: gl.constexpr, TRIGGER: gl.constexpr, ORDER_FREE: gl.constexpr,
 ):  # fmt: skip
     """One tile of columns and all rows, over one part of the inner dimension, as `skinny.product`.
 
-    weight: a descriptor of [N, K] in tiles [BLOCK_N, BLOCK_K].
+    weight: a descriptor of [N, K] in tiles [BLOCK_N, BLOCK_K]. ROW_STAGES: at most NUM_STAGES.
     TRIGGER: when the next kernel may be launched, see `tilings.Trigger`.
     """
     num_warps: gl.constexpr = gl.num_warps()
@@ -126,7 +127,7 @@ def ring_product(
     begin = split * part_size
 
     tiles = gl.allocate_shared_memory(weight.dtype, [NUM_STAGES * num_tiles, BLOCK_N, BLOCK_K], weight.layout)
-    rows = gl.allocate_shared_memory(x.dtype.element_ty, [NUM_STAGES, BLOCK_M, BLOCK_K], rows_shared)
+    rows = gl.allocate_shared_memory(x.dtype.element_ty, [ROW_STAGES, BLOCK_M, BLOCK_K], rows_shared)
     filled = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(filled.index(i), count=1)
@@ -142,7 +143,7 @@ def ring_product(
     x_inner = begin + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, rows_layout))
     x_mask = (x_row < num_rows)[:, None]
     x_at = x + (x_row * K)[:, None] + x_inner[None, :]
-    for i in gl.static_range(NUM_STAGES):
+    for i in gl.static_range(ROW_STAGES):
         if i < num_chunks:
             _copy_rows(rows.index(i), x_at + i * BLOCK_K, mask=x_mask)
         async_copy.commit_group()
@@ -162,19 +163,23 @@ def ring_product(
     acc_up = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=mma)
     for chunk in range(num_chunks):
         stage = chunk % NUM_STAGES
-        async_copy.wait_group(NUM_STAGES - 1)
+        row_stage = chunk % ROW_STAGES
+        async_copy.wait_group(ROW_STAGES - 1)
         mbarrier.wait(filled.index(stage), (chunk // NUM_STAGES) & 1)
         _sync()  # rows that other threads copied are there as well
-        acc, acc_up = _multiply(acc, acc_up, rows, tiles, stage, BLOCK_K, GATED, mma)
+        acc, acc_up = _multiply(acc, acc_up, rows, tiles, row_stage, stage, BLOCK_K, GATED, mma)
         if TRIGGER == "requested":  # noqa: SIM102 (decided when compiled)
             if chunk == max(num_chunks - NUM_STAGES, 0):
                 gdc_launch_dependents()
+        if num_chunks > ROW_STAGES:
+            _sync()  # all threads have read the stages
         if num_chunks > NUM_STAGES:
             ahead = chunk + NUM_STAGES
             wanted = ahead < num_chunks
-            _sync()  # all threads have read the stage
             _fetch(weight, tiles, filled, stage, first_column, begin + ahead * BLOCK_K, wanted, N, GATED, stage_bytes)
-            _copy_rows(rows.index(stage), x_at + ahead * BLOCK_K, mask=x_mask & wanted)
+        if num_chunks > ROW_STAGES:
+            ahead = chunk + ROW_STAGES
+            _copy_rows(rows.index(row_stage), x_at + ahead * BLOCK_K, mask=x_mask & (ahead < num_chunks))
         async_copy.commit_group()
     if TRIGGER == "read":
         gdc_launch_dependents()

@@ -34,6 +34,7 @@ class Tiling:
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 4
+    row_stages: int = 0  # of a ring, for its rows: fewer than for its weights, or 0, as many
     prefetch_bytes: int = 0  # of its weights, that a program prefetches before it waits
     triggers: Trigger = "read"
     kernel: Literal["tiles", "vector", "ring"] = "tiles"
@@ -103,17 +104,19 @@ def _in_ring_large(block_m: int, columns: int, inner: int, *, gated: bool, adds:
 def _in_ring_small(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling | None:
     """Of a small model, above 16 rows, where every program has a core to itself; of those that add, only short ones.
 
-    QKV triggers at once, so that attention requests its first keys while the product before QKV still runs.
+    QKV triggers at once, so that attention requests its first keys while the product before QKV still runs. So does out:
+    gate and up, with fewer stages for rows, fit beside it, and begin wherever attention has ended.
     """
     if block_m == 16 or columns > 32 * NUM_CORES:
         return None
     if gated:
-        return Tiling(block_m, 32, 256)
+        return Tiling(block_m, 32, 256, row_stages=2)
     if not adds:
         return Tiling(block_m, 32, 128, triggers="at once")
     if columns * inner >= SHORT_NUMBERS:
         return None
-    return _split(Tiling(block_m, 32, 256, num_stages=2), columns, inner, num_programs=128)
+    tiling = Tiling(block_m, 32, 256, num_stages=2, triggers="at once")
+    return _split(tiling, columns, inner, num_programs=128)
 
 
 def _few_rows(num_rows: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling:
@@ -138,13 +141,13 @@ def _few_rows_large(block_m: int, columns: int, inner: int, *, gated: bool, adds
 
 
 def _few_rows_small(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling:
-    """Of a small model: gated ones trigger early, others up to 32 rows if they are not short."""
+    """Of a small model: those that add do not trigger early above 32 rows, nor where they are short."""
     if gated:
         return Tiling(block_m, 32 if columns < 8192 else 64, 128, num_stages=5, triggers="at once")
     block_n = 32 if columns <= 4096 else 64
     many = block_m == 64
     if many and not adds:
-        return Tiling(block_m, block_n, 64, num_stages=6)
+        return Tiling(block_m, block_n, 64, num_stages=6, triggers="at once")
     early = not many and columns * inner >= SHORT_NUMBERS
     tiling = Tiling(block_m, block_n, 128, num_stages=5, triggers="at once" if early else "read")
     return _split(tiling, columns, inner, num_programs=128)
