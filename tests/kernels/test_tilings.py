@@ -126,6 +126,7 @@ RINGS = {  # as measured
     ("8B", 17): {
         "qkv": Tiling(32, 64, 256, num_stages=3, triggers="requested", kernel="ring"),
         "out": Tiling(32, 64, 128, splits=4, num_stages=4, kernel="ring"),
+        "gate_up": Tiling(32, 64, 256, num_stages=2, kernel="ring"),
     },
     ("0.6B", 17): {
         "qkv": Tiling(32, 32, 128, num_stages=4, triggers="at once", kernel="ring"),

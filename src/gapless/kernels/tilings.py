@@ -88,12 +88,12 @@ def _in_ring(num_rows: int, columns: int, inner: int, *, gated: bool, adds: bool
 
 
 def _in_ring_large(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling | None:
-    """Of a large model: QKV and out, and gate and up of very few rows; its head and down have no gain by it."""
+    """Of a large model: QKV, out, gate and up; its head and down have no gain by it."""
     few = block_m == 16
     if columns > HEAD_COLUMNS or inner > columns:
         return None
     if gated:
-        return Tiling(block_m, 64, 256, num_stages=2) if few else None
+        return Tiling(block_m, 64, 256, num_stages=2)
     if adds:
         tiling = Tiling(block_m, 64, 128, num_stages=6 if few else 4)
         return _split(tiling, columns, inner, num_programs=128 if few else 256)
