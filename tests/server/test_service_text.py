@@ -91,13 +91,13 @@ def test_special_tokens_in_tools_and_calls_are_text() -> None:
 def test_values_for_the_template_must_be_read_by_it() -> None:
     async def use(service: Service) -> None:
         assert service.prompts.template_values({"enable_thinking": True, "other": False}, "p")
-        for values in ({"enable": True}, {"messages": []}, {"tools": None}, {"add_generation_prompt": True}):
+        for values in ({"enable": True}, {"messages": []}, {"tools": None}, {"self": 0}, {"eos_token": "x"}):
             with pytest.raises(ApiError) as caught:
                 service.prompts.template_values(values, "p")
             assert caught.value.param == f"p.{next(iter(values))}"
         with pytest.raises(ApiError):
             service.prompts.reasoning_effort("high", "reasoning_effort")
-        ids = await service.prompts.encode_chat(TALK, enable_thinking="yes")
+        ids = await service.prompts.encode_chat(TALK, values={"enable_thinking": "yes"})
         assert "yes" in "".join(spelled(service, ids))
 
     with_service(use, template=TEMPLATE + "{{ enable_thinking }}")

@@ -146,6 +146,7 @@ def test_calls_in_earlier_turns_reach_the_prompt(server: Server) -> None:
             "tools",
         ),
         ({"chat_template_kwargs": {"thunk": 1}}, "chat_template_kwargs.thunk"),
+        ({"chat_template_kwargs": {"self": 0}}, "chat_template_kwargs.self"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "structured_outputs"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),

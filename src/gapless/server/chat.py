@@ -154,9 +154,8 @@ def turn(prompts: PromptWriter, body: ChatRequest | TokenizeRequest) -> dict[str
     if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
         values |= prompts.reasoning_effort(body.reasoning_effort, "reasoning_effort")
     if not body.continue_final_message:
-        begins = {} if body.add_generation_prompt is None else {"add_generation_prompt": body.add_generation_prompt}
-        return values | begins
+        return {"values": values, "add_generation_prompt": body.add_generation_prompt is not False}
     if body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt exclude each other"
         raise ApiError(400, message, param="continue_final_message")
-    return values | {"add_generation_prompt": False, "continue_final_message": True}
+    return {"values": values, "add_generation_prompt": False, "continue_final_message": True}

@@ -27,7 +27,12 @@ from gapless.text.tools.words import told_tools
 
 NUM_HUGE_TEXTS = 2  # tokenized at the same time: each takes hundreds of bytes a character
 # Values that a template gets from elsewhere.
-OWN_VALUES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+OWN_VALUES = frozenset(
+    (
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("bos_token", "eos_token", "self", "raise_exception", "strftime_now"),
+    )
+)
 
 
 class PromptWriter:
@@ -131,16 +136,19 @@ class PromptWriter:
         tools: Sequence[Tool] = (),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **extra: Any,
+        values: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn. Raises ApiError."""
+        """Token ids of a conversation, ready for the assistant's turn. Raises ApiError.
+
+        values: further ones for the template.
+        """
         talk, told = told_tools(messages, tools, self.reply.tools, self.template)
         chats, most = self._chats, self._most()
         assert chats is not None
-        values = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        turn = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
 
         def render(process: RenderProcess) -> tuple[Versions, list[str | None]]:
-            versions = chats.versions(talk, most, extra | told | values)
+            versions = chats.versions(talk, most, {**(values or {}), **told, **turn})
             return versions, process.render(versions.conversations)
 
         with refused(param):

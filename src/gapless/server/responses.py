@@ -183,7 +183,7 @@ async def answer_response(service: Service, body: ResponsesRequest, memory: Memo
     values = prompts.template_values(body.chat_template_kwargs, "chat_template_kwargs")
     if body.reasoning is not None and body.reasoning.effort is not None:
         values |= prompts.reasoning_effort(body.reasoning.effort, "reasoning.effort")
-    prompt = await prompts.encode_chat([*instructed, *talk], param="input", tools=toolbox.offered, **values)
+    prompt = await prompts.encode_chat([*instructed, *talk], param="input", tools=toolbox.offered, values=values)
     replies = prompts.plan_reply(toolbox, prompt)
     max_tokens = service.room_for(prompt, body.max_output_tokens, param="input")
     params = demanded(replies, service.params(body, max_tokens, None, logprobs=logprobs))
