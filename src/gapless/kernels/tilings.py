@@ -104,8 +104,8 @@ def _in_ring_large(block_m: int, columns: int, inner: int, *, gated: bool, adds:
 def _in_ring_small(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling | None:
     """Of a small model, above 16 rows, where every program has a core to itself; of those that add, only short ones.
 
-    QKV triggers at once, so that attention requests its first keys while the product before QKV still runs. So does out:
-    gate and up, with fewer stages for rows, fit beside it, and begin wherever attention has ended.
+    QKV triggers at once, so that attention requests its first keys while the product before QKV still runs. So does
+    out: gate and up, with fewer stages for rows, fit beside it, and begin wherever attention has ended.
     """
     if block_m == 16 or columns > 32 * NUM_CORES:
         return None
