@@ -23,6 +23,7 @@ from gapless.core.scheduler import Scheduler
 from gapless.errors import StepFailed
 from gapless.pipeline.executor import FillMasks, Ticket
 from gapless.pipeline.loop import settle
+from gapless.runner.calls import Call
 from gapless.runner.fill import Filled
 
 VOCAB = 53
@@ -77,7 +78,7 @@ class FakeExecutor:
         self._start(plan)
         return Ticket(plan, None)
 
-    def complete(self, ticket: Ticket, fill_masks: FillMasks) -> Ticket:
+    def complete(self, ticket: Ticket, fill_masks: FillMasks, calls: tuple[Call, ...] = ()) -> Ticket:
         """All of a split step runs here: nothing comes between its halves on the stream."""
         assert ticket.open_half is not None
         assert ticket.plan is self.launched[-1], "something was launched behind an open step"

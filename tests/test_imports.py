@@ -15,7 +15,15 @@ import gapless
 ROOT = Path(gapless.__file__).parent
 PACKAGE = "gapless"
 LEAVES = ("errors", "config", "garbage", "progress", "child")
-VALUES = ("core.params", "core.structured", "core.choices", "core.outcome", "core.request", "core.limits")
+VALUES = (
+    "core.params",
+    "core.processor",
+    "core.structured",
+    "core.choices",
+    "core.outcome",
+    "core.request",
+    "core.limits",
+)
 FILES_OF_RUN = ("prompt_file", "shape_flags", "part_file", "file_lock", "result_file", "console")
 TOP_LEVEL = ("client", "llm", "async_llm", "report", *FILES_OF_RUN, "chat", "commands", "cli")
 BENCH = ("bench",)
@@ -38,7 +46,16 @@ LAW: dict[str, tuple[str, ...]] = {
     "text": ("errors", "child", "models.source", "models.files", "models.gguf_file"),
     "guides": ("core", "errors", "text", "models.source"),
     "runner": (
-        *("core.baggage", "core.guide", "core.plan", "core.limits", "core.params", "core.request", "core.row_fields"),
+        *(
+            "core.baggage",
+            "core.guide",
+            "core.plan",
+            "core.limits",
+            "core.params",
+            "core.processor",
+            "core.request",
+            "core.row_fields",
+        ),
         *("device", "attention", "models", "kernels", "native", "config", "errors", "garbage"),
     ),
     "pipeline": (
@@ -59,7 +76,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "cli": ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES, *BENCH),
     "__main__": ("cli",),
     "commands": ("pipeline.engine", "models.source", "text", "trace", "server", *VALUES, *TOP_LEVEL, *LEAVES, *PROOF),
-    "__init__": ("async_llm", "client", "core.params", "errors", "llm"),
+    "__init__": ("async_llm", "client", "core.params", "core.processor", "errors", "llm"),
 }
 FREE = BENCH + PROOF  # take the engine apart, to measure it and to check it
 NO_TORCH = ("errors", "config", "garbage", "progress", "child", "core", "native", "guides", "text", "trace")

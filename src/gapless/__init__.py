@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gapless.async_llm import AsyncLLM
     from gapless.client import Completion, Delta
     from gapless.core.params import SamplingParams
+    from gapless.core.processor import LogitsProcessor, RowFacts
     from gapless.errors import GaplessError
     from gapless.llm import LLM
 
@@ -28,10 +29,22 @@ _HOME = {
     "Completion": "gapless.client",
     "Delta": "gapless.client",
     "SamplingParams": "gapless.core.params",
+    "LogitsProcessor": "gapless.core.processor",
+    "RowFacts": "gapless.core.processor",
     "GaplessError": "gapless.errors",
 }
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "Delta", "GaplessError", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Completion",
+    "Delta",
+    "GaplessError",
+    "LogitsProcessor",
+    "RowFacts",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 from gapless.client import Client, Completion, Delta, Job, Message, Prompt, check_params, make_options
 from gapless.core.outcome import Finished, Progress
 from gapless.core.params import SamplingParams
+from gapless.core.processor import LogitsProcessor
 from gapless.pipeline.engine import Stats
 from gapless.progress import progress_bar
 
@@ -22,10 +23,16 @@ from gapless.progress import progress_bar
 class AsyncLLM:
     """A model, loaded and ready, for `async` code. Options are those of `LLM`."""
 
-    def __init__(self, model: str | os.PathLike[str] = "smollm2", **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "smollm2",
+        *,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        **options: Any,
+    ) -> None:
         resolved = make_options(model, options)
         with progress_bar("loading", unit="tensor") as bar:
-            self._client = Client(resolved, bar.to)
+            self._client = Client(resolved, bar.to, logits_processors)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """Continue a prompt, piece by piece. Leaving the loop, or cancelling the task, ends the request."""

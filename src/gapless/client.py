@@ -17,6 +17,7 @@ from gapless.config import EngineOptions
 from gapless.core.choices import best, candidates, is_ranked, mean_logprob
 from gapless.core.outcome import Finished, Progress, TokenLogprob, completion_logprobs, prompt_logprobs
 from gapless.core.params import SamplingParams
+from gapless.core.processor import LogitsProcessor
 from gapless.core.request import Request
 from gapless.errors import ConfigError, InvalidRequest, ModelNotFound
 from gapless.models.source import ModelSource, resolve
@@ -150,7 +151,12 @@ def _score(completion: Completion) -> float:
 class Client:
     """An engine with a tokenizer."""
 
-    def __init__(self, options: EngineOptions, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        progress: Callable[[int, int], None] | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
         self._trace = TraceFiles.at(options.trace) if isinstance(options.trace, str) else None
         source = resolve(options.model)
         self.tokenizer = _tokenizer(source)
@@ -158,7 +164,7 @@ class Client:
         self._chat: LocalChat | None = None
         if self.tokenizer is not None:
             self._chat = LocalChat(self.tokenizer, allow_special_tokens=options.allow_special_tokens)
-        self.engine = Engine(options, source, progress)
+        self.engine = Engine(options, source, progress, processors=processors)
 
     def close(self) -> None:
         """Stop the engine, and write its timeline if that was asked for. Can be called again.

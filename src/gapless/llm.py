@@ -15,6 +15,7 @@ from typing import Any
 from gapless.client import Client, Completion, Delta, Job, Message, Prompt, check_params, make_options
 from gapless.core.outcome import Finished, Progress
 from gapless.core.params import SamplingParams
+from gapless.core.processor import LogitsProcessor
 from gapless.errors import InvalidRequest
 from gapless.garbage import heap_frozen
 from gapless.pipeline.engine import Engine, Stats
@@ -29,13 +30,19 @@ class LLM:
 
     Options are those of `gapless.config.EngineOptions`: device, dtype, depth, block_size, num_blocks, kv_memory,
     max_batch_tokens, max_num_rows, max_model_len, seed, load_format, prefix_cache, num_threads, check, interleave,
-    trace.
+    trace. `logits_processors` change logits in Python (docs/logits-processors.md).
     """
 
-    def __init__(self, model: str | os.PathLike[str] = "smollm2", **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "smollm2",
+        *,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        **options: Any,
+    ) -> None:
         resolved = make_options(model, options)
         with progress_bar("loading", unit="tensor") as bar:
-            self._client = Client(resolved, bar.to)
+            self._client = Client(resolved, bar.to, logits_processors)
 
     @property
     def engine(self) -> Engine:

@@ -14,9 +14,9 @@ from gapless.core.scheduler import Scheduler
 from gapless.pipeline.masks import Masks
 from gapless.runner.fill import Filled
 from gapless.runner.native import NativeRunner
-from gapless.runner.new_masks import NewMasks
 from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import RowStore
+from gapless.runner.steering import Steering
 
 FAULTS = fault = Table()
 
@@ -85,18 +85,18 @@ def _(original):
 
 @fault("masks go to the rows beside theirs", RowStore, "take_masks")
 def _(original):
-    return lambda self, new: original(self, NewMasks((new.rows + 1) % (len(self.masks) - 1), new.masks))
+    return lambda self, new: original(self, Steering((new.rows + 1) % (len(self.masks) - 1), new.masks))
 
 
 @fault("masks are exchanged between rows", RowStore, "take_masks")
 def _(original):
-    return lambda self, new: original(self, NewMasks(new.rows, new.masks.flip(0)))
+    return lambda self, new: original(self, Steering(new.rows, new.masks.flip(0)))
 
 
 @fault("masks reach their rows one step late", RowStore, "take_masks")
 def _(original):
-    def take_masks(self: RowStore, new: NewMasks) -> None:
-        late, self.late = getattr(self, "late", None), NewMasks(new.rows.clone(), new.masks.clone())
+    def take_masks(self: RowStore, new: Steering) -> None:
+        late, self.late = getattr(self, "late", None), Steering(new.rows.clone(), new.masks.clone())
         if late is not None:
             original(self, late)
 
@@ -132,7 +132,7 @@ def _(original):
 
 def _take_none(original):
     return lambda self, filled, packed, new, out: original(
-        self, filled, packed, NewMasks(new.rows[:0], new.masks[:0]), out
+        self, filled, packed, Steering(new.rows[:0], new.masks[:0]), out
     )
 
 

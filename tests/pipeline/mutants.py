@@ -25,6 +25,7 @@ from gapless.core.request import IntArray
 from gapless.device.base import STREAMS, Buffer, Device, Event, Stream
 from gapless.pipeline.executor import FillMasks, LocalExecutor, StepRunner, Ticket
 from gapless.proof.rule import Rule
+from gapless.runner.calls import Call
 from gapless.runner.fill import Filled
 
 
@@ -95,8 +96,8 @@ class Mutant(LocalExecutor):
         self._scripted.play(self._edit)
         return ticket
 
-    def complete(self, ticket: Ticket, fill_masks: FillMasks) -> Ticket:
-        ticket = super().complete(ticket, fill_masks)
+    def complete(self, ticket: Ticket, fill_masks: FillMasks, calls: tuple[Call, ...] = ()) -> Ticket:
+        ticket = super().complete(ticket, fill_masks, calls)
         self._scripted.play(self._edit)
         return ticket
 
@@ -215,8 +216,8 @@ class HostWritesAfterLaunch(Mutant):
 class MasksWrittenAfterLaunch(MaskMutant):
     """The host clears its masks as soon as the second half is launched."""
 
-    def complete(self, ticket: Ticket, fill_masks: FillMasks) -> Ticket:
-        ticket = super().complete(ticket, fill_masks)
+    def complete(self, ticket: Ticket, fill_masks: FillMasks, calls: tuple[Call, ...] = ()) -> Ticket:
+        ticket = super().complete(ticket, fill_masks, calls)
         assert ticket.slot is not None
         self._device.touch("clear", writes=(ticket.slot.host_masks,))
         ticket.slot.host_masks.array[2 * self._num_rows :] = 0

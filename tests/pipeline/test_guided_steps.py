@@ -164,9 +164,9 @@ def test_a_step_with_a_guide_has_at_most_one_before_it_and_none_behind() -> None
             notes.append(f"launch {'open' if plan.is_split else 'whole'}")
             return super().launch(plan)
 
-        def complete(self, ticket, fill_masks):  # type: ignore[no-untyped-def]
+        def complete(self, ticket, fill_masks, calls=()):  # type: ignore[no-untyped-def]
             notes.append("complete")
-            return super().complete(ticket, fill_masks)
+            return super().complete(ticket, fill_masks, calls)
 
         def collect(self, ticket):  # type: ignore[no-untyped-def]
             notes.append("collect")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 pytest.importorskip("triton")
 
 from gapless.core.limits import Limits
+from gapless.core.params import SamplingParams
 from gapless.core.plan import Plan
+from gapless.core.processor import RowFacts
 from gapless.core.request import IntArray, Request
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.pipeline.executor import LocalExecutor
@@ -43,10 +46,14 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def graph_runner(
-    device: CpuDevice, progress: Callable[[int, int], None] | None = None, limits: Limits = LIMITS
+    device: CpuDevice,
+    progress: Callable[[int, int], None] | None = None,
+    limits: Limits = LIMITS,
+    *,
+    processed: bool = False,
 ) -> GraphRunner:
     inner = toy_runner(device, limits)
-    return GraphRunner(inner, inner._step, limits, device, progress)
+    return GraphRunner(inner, inner._step, limits, device, progress, processed=processed)
 
 
 def run_with_graphs(requests: list[Request], limits: Limits = LIMITS) -> GraphRunner:
@@ -158,6 +165,36 @@ def test_compiling_for_long_leaves_the_budget_to_captures(monkeypatch: pytest.Mo
     cost = graph_runner(CpuDevice(driver=InlineDriver())).cost
     assert cost.num_graphs == cost.num_wanted
     assert cost.seconds > 10 * capture.BUDGET_S
+
+
+class Favour:
+    """Raises the logits of tokens that depend on the last known one."""
+
+    name, needs_newest = "favour", True
+
+    def applies(self, params: SamplingParams) -> bool:
+        return True
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[RowFacts]) -> torch.Tensor:
+        for index, row in enumerate(rows):
+            logits[index, int(row.tokens[-1]) % 7 :: 7] += 4
+        return logits
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_processors_come_between_two_replays() -> None:
+    """The same tokens as without graphs, beside rows that have no processor."""
+    found = []
+    for make in (toy_runner, partial(graph_runner, processed=True)):
+        device, requests = CpuDevice(driver=InlineDriver()), toy_requests()[:4]
+        for request in requests[::2]:
+            request.processors = (Favour(),)
+        runner = make(device, limits=LIMITS)
+        outcome = run_toy(LocalExecutor(device, runner, LIMITS, 2), requests, depth=2)
+        found.append(outcome.tokens)
+        assert not runner.ledger
+    assert found[0] == found[1]
+    assert [found[0][r.id] == toy_truth(r) for r in requests] == [False, True, False, True]
 
 
 class BrokenGraph:

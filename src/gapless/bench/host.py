@@ -36,7 +36,7 @@ from gapless.pipeline.executor import LocalExecutor
 from gapless.pipeline.loop import run_loop
 from gapless.progress import progress_bar
 from gapless.runner.fill import Filled, fill
-from gapless.runner.new_masks import NewMasks
+from gapless.runner.steering import Steering
 from gapless.trace.columns import PHASE_MASK, PHASES
 from gapless.trace.null_recorder import NullRecorder
 from gapless.trace.recorder import Recorder
@@ -69,7 +69,7 @@ class StubRunner:
     def forward(self, filled: Filled, packed_plan: torch.Tensor) -> None:
         pass
 
-    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: NewMasks, out: torch.Tensor) -> None:
+    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: Steering, out: torch.Tensor) -> None:
         self.step(filled, packed_plan, out)
 
 

@@ -60,7 +60,8 @@ class Plan:
     decode_widths: IntArray = field(default_factory=lambda: NOTHING)  # [num_decodes]; empty where all are 1
     block_copies: IntArray = field(default_factory=lambda: NO_COPIES)  # [n, 2] from, to: before the step writes
     mask_samples: IntArray = field(default_factory=lambda: NOTHING)  # which of the samples get a new mask first
-    waits: bool = False  # some of these masks follow from samples of steps in flight
+    process_samples: IntArray = field(default_factory=lambda: NOTHING)  # which of the samples have logits processors
+    waits: bool = False  # some of these masks or processors follow from samples of steps in flight
     score_samples: IntArray = field(default_factory=lambda: NOTHING)  # which of the samples want log-probabilities
     num_top: int = 0  # likeliest tokens to give with each of them, and with each target of a chunk
     num_chunk_tokens: int = field(init=False)
@@ -81,8 +82,8 @@ class Plan:
 
     @property
     def is_split(self) -> bool:
-        """Whether the step is launched in two halves: its masks are filled while the model runs."""
-        return len(self.mask_samples) > 0
+        """Whether the step is launched in two halves: something comes between logits and tokens."""
+        return len(self.mask_samples) > 0 or len(self.process_samples) > 0
 
     @property
     def sample_widths(self) -> LongArray:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from gapless.core.baggage import Baggage, Owner, most_baggage, pack_baggage
 from gapless.core.guide import Guide
 from gapless.core.params import SamplingParams
+from gapless.core.processor import LogitsProcessor
 from gapless.core.row_fields import SEAT, need, write_seat
 from gapless.errors import InvalidRequest
 
@@ -44,6 +45,7 @@ class Request:
     width: int = 1  # tokens that a step may bring at most: more where a runner verifies drafts
     guide: Guide | None = None  # which tokens may come next; None: all
     num_guided: int = 0  # generated tokens that the guide has been told of
+    processors: tuple[LogitsProcessor, ...] = ()  # that change its logits
     arrival: int = 0
     tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))  # all facts while it has no row
     row: int = -1
@@ -59,6 +61,11 @@ class Request:
     @property
     def num_prompt(self) -> int:
         return len(self.prompt)
+
+    @property
+    def is_controlled(self) -> bool:
+        """Whether something stands between the logits and the token besides parameters."""
+        return self.guide is not None or bool(self.processors)
 
     @property
     def wants_scores(self) -> bool:
@@ -115,7 +122,9 @@ class RowTable:
         self.most_stop_ids = 0  # of any request so far; those behind it are no tokens
         self.guided = np.zeros(num_rows, np.bool_)  # the next sample of the row comes with a new mask
         self.waits = np.zeros(num_rows, np.bool_)  # and so do all others: the mask follows from the sample before
-        self.num_guided = 0  # rows with a guide
+        self.processed = np.zeros(num_rows, np.bool_)  # the row has logits processors
+        self.follows = np.zeros(num_rows, np.bool_)  # its mask or a processor must know the sample before
+        self.num_controlled = 0  # rows with a guide or a processor
         self.needs = np.zeros(num_rows, np.int64)  # bits of row_fields.need
         self.num_logprobs = np.full(num_rows, -1, np.int64)  # likeliest tokens requested with each sample; -1: none
         self.blocks = np.zeros((num_rows, self.max_blocks), np.int32)
@@ -143,10 +152,12 @@ class RowTable:
         self.decoding[row] = False
         self.arrival[row] = request.arrival
         self.streams[row] = request.streams
-        self.width[row] = 1 if request.wants_scores or request.guide is not None else request.width
+        self.width[row] = 1 if request.wants_scores or request.is_controlled else request.width
         self.guided[row] = request.guide is not None
         self.waits[row] = request.guide is not None and request.guide.waits
-        self.num_guided += request.guide is not None
+        self.processed[row] = bool(request.processors)
+        self.follows[row] = self.waits[row] or any(processor.needs_newest for processor in request.processors)
+        self.num_controlled += request.is_controlled
         self.num_wide += bool(self.width[row] > 1)
         self.needs[row] = write_seat(self.seats, row, request)
         self.most_stop_ids = max(self.most_stop_ids, len(request.stop_ids))
@@ -181,15 +192,18 @@ class RowTable:
         return needs
 
     def masks_due(self, rows: LongArray) -> tuple[IntArray, bool]:
-        """Which of these rows, each just promised a sample, get a mask before it; whether one follows from a promise.
+        """Which of these rows, each just promised a sample, get a mask before it. A mask that never changes stays.
 
-        A mask that never changes stays with its row.
+        Also whether that mask, or a processor of the row, must know a sample that is still a promise.
         """
         due = np.flatnonzero(self.guided[rows])
         guided = rows[due]
-        waits = self.waits[guided]
-        self.guided[guided] = waits
-        return due.astype(np.int32), bool((waits & (self.pending[guided] > 1)).any())
+        self.guided[guided] = self.waits[guided]
+        return due.astype(np.int32), bool((self.follows[rows] & (self.pending[rows] > 1)).any())
+
+    def processed_among(self, rows: LongArray) -> IntArray:
+        """Which of these rows have logits processors."""
+        return np.flatnonzero(self.processed[rows]).astype(np.int32)
 
     def unseat(self, request: Request) -> None:
         """Copy the facts back into the request and free its row; results still in flight for it are now overruns."""
@@ -200,15 +214,15 @@ class RowTable:
         self.arrival[row] = -1
         self.request[row] = None
         self.num_scoring -= request.wants_scores
-        self.num_guided -= request.guide is not None
-        self.guided[row] = False
+        self.num_controlled -= request.is_controlled
+        self.guided[row] = self.processed[row] = self.follows[row] = False
         self.num_wide -= bool(self.width[row] > 1)
         self._free.append(row)
         request.row = -1
 
     def check(self) -> None:
         """Assert the invariants. For tests and the checking mode."""
-        assert self.num_guided == sum(request.guide is not None for request in self.request if request is not None)
+        assert self.num_controlled == sum(request.is_controlled for request in self.request if request is not None)
         assert self.num_scoring == sum(request.wants_scores for request in self.request if request is not None)
         for row, request in enumerate(self.request):
             if request is None:

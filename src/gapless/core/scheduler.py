@@ -252,7 +252,7 @@ class Scheduler:
         if len(widths):
             rows.pending[decodes] += widths - 1
         score_samples, num_top = self.scoring.wanted(samples, chunks)
-        mask_samples, waits = rows.masks_due(samples) if rows.num_guided else (NOTHING, False)
+        mask_samples, waits = rows.masks_due(samples) if rows.num_controlled else (NOTHING, False)
         self.counters.num_steps += 1
         plan = Plan(
             step=self.counters.num_steps,
@@ -270,6 +270,7 @@ class Scheduler:
             score_samples=score_samples,
             num_top=num_top,
             mask_samples=mask_samples,
+            process_samples=rows.processed_among(samples) if rows.num_controlled else NOTHING,
             waits=waits,
         )
         self.pace.begin(plan)

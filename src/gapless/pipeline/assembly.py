@@ -45,9 +45,11 @@ def put_together(
     announce: Callable[[Request], None],
     progress: Callable[[int, int], None] | None = None,
     traced_steps: int | None = None,
+    *,
+    processed: bool = False,
 ) -> Assembly:
     """Load the model and make everything that runs it. `announce` is told of each request that gets a row."""
-    built = _in_a_thread(partial(build, options, source, progress))
+    built = _in_a_thread(partial(build, options, source, progress, processed=processed))
     limits = built.resolved.limits
     scheduler = Scheduler(limits, announce, Pace(options.max_step_time or math.inf, limits.max_batch_tokens))
     recorder = _make_recorder(options, built, scheduler, traced_steps)

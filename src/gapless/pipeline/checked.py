@@ -21,8 +21,9 @@ from gapless.device.checker import POISON
 from gapless.errors import RaceError
 from gapless.pipeline.block_ledger import BlockLedger, Touched
 from gapless.pipeline.executor import Executor, FillMasks, LocalExecutor, StepRunner, Ticket
+from gapless.runner.calls import Call
 from gapless.runner.fill import Filled
-from gapless.runner.new_masks import NewMasks
+from gapless.runner.steering import Steering
 
 SPOILED = -2  # in place of a token: the row read KV that is not a number
 TOKENS_END = 2**30  # no vocabulary is larger
@@ -59,7 +60,7 @@ class PoisoningRunner:
         self._inner.forward(filled, packed_plan)
 
     @torch.inference_mode()
-    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: NewMasks, out: torch.Tensor) -> None:
+    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: Steering, out: torch.Tensor) -> None:
         self._inner.sample(filled, packed_plan, new, out)
         self._end(filled.plan, out)
 
@@ -116,8 +117,8 @@ class CheckedExecutor:
         self._runner.expect(plan, touched)
         return self._inner.launch(plan)
 
-    def complete(self, ticket: Ticket, fill_masks: FillMasks) -> Ticket:
-        return self._inner.complete(ticket, fill_masks)
+    def complete(self, ticket: Ticket, fill_masks: FillMasks, calls: tuple[Call, ...] = ()) -> Ticket:
+        return self._inner.complete(ticket, fill_masks, calls)
 
     def collect(self, ticket: Ticket) -> IntArray:
         results = self._inner.collect(ticket)

@@ -17,6 +17,7 @@ from typing import Any
 
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams, derive_seed
+from gapless.core.processor import LogitsProcessor, applying, check_processors
 from gapless.core.request import IntArray, Request
 from gapless.errors import EngineClosed, InvalidRequest
 from gapless.models.source import ModelSource
@@ -46,12 +47,16 @@ class Engine:
         source: ModelSource,
         progress: Callable[[int, int], None] | None = None,
         traced_steps: int | None = None,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        """traced_steps: how many steps a trace has at most; the last ones."""
+        """traced_steps: how many steps a trace has at most; the last ones. processors: of logits, in this order."""
         self.options = options
         self._inbox: queue.SimpleQueue[Submit | Abort | Ping | Compiled | Close] = queue.SimpleQueue()
         self._subscribers = Subscribers(self.abort)
-        self._parts = put_together(options, source, self._subscribers.announce, progress, traced_steps)
+        self._processors = check_processors(processors)
+        self._parts = put_together(
+            options, source, self._subscribers.announce, progress, traced_steps, processed=bool(processors)
+        )
         self.resolved = self._parts.built.resolved
         self.monitor = Monitor(options, self._parts)
         self._scheduler = self._parts.scheduler
@@ -82,11 +87,13 @@ class Engine:
         after them; they count as generated, not as prompt.
         """
         self.check_process()
+        processors = applying(self._processors, params)
         with self._lock:
             number = self._num_requests
             seed = params.seed if params.seed is not None else derive_seed(self.options.seed, number)
             name = f"r{number}"
             found = make_request(name, prompt, params, seed, self.resolved, streams=streams, generated=generated)
+            found.processors = processors
             self._num_requests += 1  # only now: who was refused leaves no trace in the seeds of others
         return found
 

@@ -20,8 +20,9 @@ from gapless.core.request import IntArray, LongArray
 from gapless.device.base import COMPUTE, D2H, H2D, SAMPLING, STREAMS, Buffer, Device
 from gapless.errors import GaplessError, StepFailed
 from gapless.pipeline.slot import Slot, make_slot
+from gapless.runner.calls import Call
 from gapless.runner.fill import Filled, capacity, result_capacity
-from gapless.runner.new_masks import NewMasks, device_views, host_views, mask_capacity, packed_size
+from gapless.runner.steering import Steering, device_views, host_views, mask_capacity, packed_size
 from gapless.trace.columns import COLLECT, FILL, LAUNCH, MASKS
 from gapless.trace.null_recorder import UNRECORDED
 from gapless.trace.recorder import Recorder
@@ -35,6 +36,7 @@ class Ticket:
     slot: Slot | None  # None where an executor needs none
     error: Exception | None = None  # raised while the step was queued, on devices that run it then
     open_half: Filled | None = None  # of a step that is not complete: what its second half must know
+    calls: tuple[Call, ...] = ()  # that its second half makes
 
 
 class Executor(Protocol):
@@ -43,8 +45,8 @@ class Executor(Protocol):
     def launch(self, plan: Plan) -> Ticket:
         """Queue the plan without waiting; of a split step the first half."""
 
-    def complete(self, ticket: Ticket, fill_masks: FillMasks) -> Ticket:
-        """Queue the second half of a split step, behind the masks that are filled now."""
+    def complete(self, ticket: Ticket, fill_masks: FillMasks, calls: tuple[Call, ...] = ()) -> Ticket:
+        """Queue the second half of a split step, behind the masks that are filled now and the calls."""
 
     def collect(self, ticket: Ticket) -> IntArray:
         """Wait for the step; its tokens, in the order of `plan.sample_rows`, then its scores. Raises StepFailed."""
@@ -75,8 +77,8 @@ class StepRunner(Protocol):
     def forward(self, filled: Filled, packed_plan: torch.Tensor) -> None:
         """The first half of `step`: everything up to the logits. `sample` comes next on the compute stream."""
 
-    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: NewMasks, out: torch.Tensor) -> None:
-        """The second half: the rows get their new masks, then tokens."""
+    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: Steering, out: torch.Tensor) -> None:
+        """The second half: new masks, calls of processors, tokens."""
 
 
 class LocalExecutor:
@@ -107,7 +109,7 @@ class LocalExecutor:
         self._recorder.launched(plan.step, plan.num_samples, plan.num_tokens, len(plan.new_blocks))
         return ticket
 
-    def complete(self, ticket: Ticket, fill_masks: FillMasks) -> Ticket:
+    def complete(self, ticket: Ticket, fill_masks: FillMasks, calls: tuple[Call, ...] = ()) -> Ticket:
         plan, slot, filled = ticket.plan, ticket.slot, ticket.open_half
         assert slot is not None
         assert filled is not None, f"step {plan.step} is complete"
@@ -116,9 +118,9 @@ class LocalExecutor:
         count = fill_masks(plan, *host_views(slot.host_masks.array, self._num_rows))
         self._recorder.mark(LAUNCH)
         self._copy_masks(plan, slot, count)
-        failure = self._sample(filled, slot, count)
+        failure = self._sample(filled, slot, count, calls)
         self._copy_out(plan, slot)
-        return Ticket(plan, slot, ticket.error or failure)
+        return Ticket(plan, slot, ticket.error or failure, calls=calls)
 
     def _fill(self, plan: Plan, slot: Slot) -> Filled:
         self._device.touch(f"fill {plan.step}", writes=(slot.host_in,))
@@ -170,12 +172,12 @@ class LocalExecutor:
         reads = (slot.device_in,) if size else ()
         return self._compute(COMPUTE, forward, f"compute {filled.plan.step}", slot, reads, ())
 
-    def _sample(self, filled: Filled, slot: Slot, count: int) -> Exception | None:
+    def _sample(self, filled: Filled, slot: Slot, count: int, calls: tuple[Call, ...]) -> Exception | None:
         runner, size, num_rows = self._runner, filled.size, self._num_rows
 
         def sample() -> None:
-            new = device_views(slot.device_masks.tensor, num_rows, count)
-            runner.sample(filled, slot.device_in.tensor[:size], new, slot.device_out.tensor)
+            steering = device_views(slot.device_masks.tensor, num_rows, count, calls)
+            runner.sample(filled, slot.device_in.tensor[:size], steering, slot.device_out.tensor)
 
         reads = ((slot.device_in,) if size else ()) + ((slot.device_masks,) if count else ())
         failure = self._compute(SAMPLING, sample, f"sample {filled.plan.step}", slot, reads, (slot.device_out,))

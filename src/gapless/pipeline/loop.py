@@ -17,9 +17,9 @@ from gapless.core.outcome import Commit
 from gapless.core.plan import Plan
 from gapless.core.scheduler import Scheduler
 from gapless.errors import StepFailed
+from gapless.pipeline.control import Control
 from gapless.pipeline.executor import Executor, Ticket
-from gapless.pipeline.masks import Masks
-from gapless.trace.columns import ADMIT, COMMIT, DELIVER, DRY_DONE, DRY_MEMORY, DRY_ROWS, IDLE, MASKS, SCHEDULE
+from gapless.trace.columns import ADMIT, COMMIT, DELIVER, DRY_DONE, DRY_MEMORY, DRY_ROWS, IDLE, SCHEDULE
 from gapless.trace.null_recorder import UNRECORDED
 from gapless.trace.recorder import Recorder
 
@@ -48,12 +48,12 @@ def run_loop(
     `admit(idle)` brings new requests and aborts to the scheduler, waiting for some when idle, and returns False to
     stop. `deliver` takes what each step brought. The recorder is told of each phase as it begins.
     """
-    mark, masks = recorder.mark, Masks(scheduler)
+    mark, control = recorder.mark, Control(scheduler, recorder)
     in_flight: deque[Ticket] = deque()
     more = True  # once `admit` says no, it is not asked again: idle, it would wait for ever
 
     def settle_next() -> Commit:
-        return settle(scheduler, executor, in_flight.popleft(), recorder, masks)
+        return settle(scheduler, executor, in_flight.popleft(), recorder, control)
 
     while (more := more and admit(not in_flight and not scheduler.can_run)) or in_flight:
         mark(SCHEDULE)
@@ -67,8 +67,8 @@ def run_loop(
         commits: list[Commit] = []
         if plan is not None and plan.is_split:
             commits += [settle_next() for _ in range(len(in_flight) - 1 if plan.waits else 0)]
-            in_flight[-1] = executor.complete(in_flight[-1], masks.fill)
-            commits.append(masks.ended())
+            in_flight[-1], ended = control.complete(executor, in_flight[-1])
+            commits.append(ended)
         num_due = 1 if plan is None else len(in_flight) - depth.depth + 1
         commits += [settle_next() for _ in range(min(num_due, len(in_flight)))]
         for commit in commits:
@@ -82,7 +82,7 @@ def settle(
     executor: Executor,
     ticket: Ticket,
     recorder: Recorder = UNRECORDED,
-    masks: Masks | None = None,
+    control: Control | None = None,
 ) -> Commit:
     """Wait for a step and turn its results into facts; a step that raised fails its own requests only."""
     try:
@@ -91,11 +91,9 @@ def settle(
         recorder.mark(COMMIT)
         return scheduler.fail(ticket.plan, error)
     recorder.mark(COMMIT)
-    commit = scheduler.commit(ticket.plan, results)
-    if masks is None or not ticket.plan.is_split:
-        return commit
-    recorder.mark(MASKS)
-    return masks.learn(ticket.plan, commit)
+    if control is not None and ticket.plan.is_split:
+        return control.commit(ticket, results)
+    return scheduler.commit(ticket.plan, results)
 
 
 def why_dry(scheduler: Scheduler) -> tuple[int, str]:

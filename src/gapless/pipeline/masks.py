@@ -31,7 +31,7 @@ class Masks:
         finished = tuple([self._judge(item) if item.reason == "length" else item for item in commit.finished])
         for request in self._guided(plan):
             self._advance(request)
-        return Commit(commit.num_tokens, commit.progress, finished + self.ended().finished)
+        return Commit(commit.num_tokens, commit.progress, finished + self.take_ended())
 
     def fill(self, plan: Plan, rows: LongArray, masks: IntArray) -> int:
         """Write the masks of the plan's rows, and whose they are; how many. A row whose owner has left gets none.
@@ -45,9 +45,9 @@ class Masks:
             self._end(requests[index], "error", _failure(requests[index], error))
         return len(requests)
 
-    def ended(self) -> Commit:
+    def take_ended(self) -> tuple[Finished, ...]:
         """The requests that ended since the last call: their guides are over, or have failed."""
-        found = Commit(0, (), tuple(self._ended))
+        found = tuple(self._ended)
         self._ended.clear()
         return found
 

@@ -27,6 +27,7 @@ from gapless.pipeline.loop import run_loop
 from gapless.proof.schedule import Ask, Schedule
 from gapless.proof.scores import RequestScores
 from gapless.proof.stage import Cast, Stage
+from gapless.runner.calls import Call
 from gapless.runner.fill import Filled
 from gapless.text.transcript import Transcript
 
@@ -278,8 +279,8 @@ class NotingExecutor:
         self._batches.append(Batch((*decodes, *chunks)))
         return self._inner.launch(plan)
 
-    def complete(self, ticket: Ticket, fill_masks: FillMasks) -> Ticket:
-        return self._inner.complete(ticket, fill_masks)
+    def complete(self, ticket: Ticket, fill_masks: FillMasks, calls: tuple[Call, ...] = ()) -> Ticket:
+        return self._inner.complete(ticket, fill_masks, calls)
 
     def collect(self, ticket: Ticket) -> IntArray:
         plan, step = ticket.plan, ticket.plan.step

@@ -26,14 +26,19 @@ __all__ = ["Built", "assemble", "build", "load"]
 
 
 @shortage_named("the model")
-def build(options: EngineOptions, source: ModelSource, progress: BuildProgress | None = None) -> Built:
-    """Load the model and lay out its memory. `progress(done, total)` counts weights, then graphs."""
+def build(
+    options: EngineOptions, source: ModelSource, progress: BuildProgress | None = None, *, processed: bool = False
+) -> Built:
+    """Load the model and lay out its memory. `progress(done, total)` counts weights, then graphs.
+
+    processed: logits processors may come between the halves of a step.
+    """
     settings = settle(options, read_config(source))
     device = open_device(settings.device_name, seed=options.interleave, check=options.check)
     try:
         model = load(options, source, settings, device, progress)
         resolved = resolve_on(device, options, settings, partial(_dry_run, model, settings, device.torch_device))
-        return assemble(device, model, resolved, progress)
+        return assemble(device, model, resolved, progress, processed=processed)
     except BaseException:
         device.close()
         raise
@@ -60,9 +65,16 @@ def load(
     return kit_for(settings.device_name).load(source, settings, weights)
 
 
-def assemble(device: Device, model: LoadedModel, resolved: Resolved, progress: BuildProgress | None = None) -> Built:
+def assemble(
+    device: Device,
+    model: LoadedModel,
+    resolved: Resolved,
+    progress: BuildProgress | None = None,
+    *,
+    processed: bool = False,
+) -> Built:
     """A runner for a loaded model, with rows and KV memory of its own."""
-    return kit_for(resolved.device_name).assemble(device, model, resolved, progress)
+    return kit_for(resolved.device_name).assemble(device, model, resolved, progress, processed=processed)
 
 
 @torch.inference_mode()

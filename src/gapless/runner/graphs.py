@@ -29,14 +29,15 @@ from gapless.garbage import collections_paused
 from gapless.kernels.ahead import compiled_ahead
 from gapless.kernels.compilers import Compilers
 from gapless.kernels.mixed import NO_SCORE
+from gapless.runner.calls import process
 from gapless.runner.capture import CaptureCost, record
 from gapless.runner.fill import Filled
 from gapless.runner.halves import NO_BLOCK, Halves, StaticInputs, decode_size
 from gapless.runner.ladder import Shape, decode_shapes, mixed_shapes
 from gapless.runner.logprobs import score
 from gapless.runner.mixed import in_slices, pack_mixed, score_places
-from gapless.runner.new_masks import NewMasks
 from gapless.runner.runner import Runner
+from gapless.runner.steering import Steering
 from gapless.runner.step import Predicted, Step
 
 log = logging.getLogger(__name__)
@@ -61,8 +62,10 @@ class GraphRunner:
         device: Device,
         progress: Callable[[int, int], None] | None = None,
         slow_reason: str | None = None,
+        *,
+        processed: bool = False,
     ) -> None:
-        """slow_reason: why the model's layers are not the fused ones."""
+        """slow_reason: why the model's layers are not the fused ones. processed: there may be logits processors."""
         self._runner = runner
         self._slow_reason = slow_reason
         self._step = step
@@ -70,7 +73,8 @@ class GraphRunner:
         self._device = device
         self.ledger: Counter[str] = Counter()  # steps without a graph, by reason
         self.num_padding = 0  # tokens computed only to fill up a shape
-        self._halves = halves = Halves(runner.rows, limits, device.torch_device)
+        vocab_size = step.model.vocab_size
+        self._halves = halves = Halves(runner.rows, limits, device.torch_device, vocab_size, processed=processed)
         static = (Buffer("graph.in", halves.packed, host=False), Buffer("graph.out", halves.out, host=False))
         self.buffers: Sequence[Buffer] = (*runner.buffers, *static)  # graphs share them: one replay at a time
         self.mask_words = runner.mask_words
@@ -136,14 +140,17 @@ class GraphRunner:
             self._take_in(packed_plan)
             self._graphs[filled.shape, False].graphs[0].replay()
 
-    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: NewMasks, out: torch.Tensor) -> None:
+    def sample(self, filled: Filled, packed_plan: torch.Tensor, steering: Steering, out: torch.Tensor) -> None:
         """The second half: new masks to the rows, tokens and scores to `out`."""
         if filled.shape is None:
             with self._device.watch():
-                self._runner.sample(filled, packed_plan, new, out)
+                self._runner.sample(filled, packed_plan, steering, out)
             return
         with self._resident_unless_it_raises():
-            self._runner.rows.take_masks(new)
+            self._runner.rows.take_masks(steering)
+            if steering.calls:
+                assert self._halves.logits is not None, "the graphs leave no logits for processors"
+                process(self._halves.logits, steering.calls)
             self._graphs[filled.shape, False].graphs[1].replay()
             self._give(filled.plan, packed_plan, out)
 
@@ -260,7 +267,7 @@ class GraphRunner:
         """What runs beside graphs: scores of prompts, and masks on their way to the rows."""
         nothing = torch.zeros(self._limits.num_rows, dtype=torch.int64, device=self._halves.packed.device)
         self._score_slice(nothing, nothing, num_top=0)
-        self._runner.rows.take_masks(NewMasks(nothing[:1], self._runner.rows.masks[-1:].clone()))
+        self._runner.rows.take_masks(Steering(nothing[:1], self._runner.rows.masks[-1:].clone()))
 
 
 def _why_no_graph(plan: Plan) -> str | None:
@@ -269,4 +276,4 @@ def _why_no_graph(plan: Plan) -> str | None:
 
 def _is_plain(plan: Plan, shape: Shape) -> bool:
     """Whether the graph for greedy rows without scores will do; a step with chunks takes too long to gain by it."""
-    return not shape.has_chunks and plan.needs == 0 and plan.num_scores == 0
+    return not (shape.has_chunks or plan.needs or plan.num_scores or plan.is_split)

@@ -30,7 +30,10 @@ StaticInputs = DecodeInputs | MixedInputs
 class Halves:
     """The halves of steps of any shape, one step at a time."""
 
-    def __init__(self, rows: RowStore, limits: Limits, device: torch.device) -> None:
+    def __init__(
+        self, rows: RowStore, limits: Limits, device: torch.device, vocab_size: int, *, processed: bool = False
+    ) -> None:
+        """processed: logits processors may come between the halves."""
         self._rows = rows
         self._limits = limits
         self.packed = torch.zeros(mixed_capacity(limits), dtype=torch.int32, device=device)
@@ -38,6 +41,9 @@ class Halves:
         self.out = torch.zeros(limits.num_rows * (1 + score_width(MAX_LOGPROBS)), dtype=torch.int32, device=device)
         self.scores = self.out[limits.num_rows :]
         self.hidden = self.packed[:0]  # hidden states of the last step that had chunks
+        # where processors change a copy of the logits; what they leave is sampled from
+        shape = limits.num_rows, vocab_size
+        self.logits = torch.zeros(shape, dtype=torch.float32, device=device) if processed else None
 
     def padding(self, shape: Shape) -> StaticInputs:
         """Inputs of this shape, and in `packed` a plan that is padding alone."""
@@ -57,7 +63,13 @@ class Halves:
     @torch.inference_mode()
     def predict(self, step: Step, inputs: StaticInputs) -> Predicted:
         """The first half, from `packed` to the logits."""
-        return self._begin_mixed(step, inputs) if isinstance(inputs, MixedInputs) else self._begin_decode(step, inputs)
+        if isinstance(inputs, MixedInputs):
+            found = self._begin_mixed(step, inputs)
+        else:
+            found = self._begin_decode(step, inputs)
+        if self.logits is not None:
+            self.logits[: len(found.logits)].copy_(found.logits)
+        return found
 
     @torch.inference_mode()
     def finish(self, step: Step, inputs: StaticInputs, predicted: Predicted, is_plain: bool) -> None:
@@ -66,6 +78,9 @@ class Halves:
             self._end_mixed(step, inputs, predicted)
         else:
             self._end_decode(step, inputs, predicted, is_plain)
+
+    def _to_sample_from(self, predicted: Predicted) -> torch.Tensor | None:
+        return None if self.logits is None else self.logits[: len(predicted.logits)]
 
     def _begin_decode(self, step: Step, inputs: DecodeInputs) -> Predicted:
         """One token of each row: the same step, between two kernels of its own."""
@@ -76,7 +91,7 @@ class Halves:
     def _end_decode(self, step: Step, inputs: DecodeInputs, predicted: Predicted, is_plain: bool) -> None:
         rows, size = self._rows, inputs.batch
         sampled = SampledRows(inputs.rows, inputs.lengths, rows.state)
-        found = step.sample(predicted, sampled, 0 if is_plain else ALL_NEEDS)
+        found = step.sample(predicted, sampled, 0 if is_plain else ALL_NEEDS, self._to_sample_from(predicted))
         counts = None if is_plain else rows.counts
         end(found.tokens, inputs, rows.last_token, rows.length, counts, self.out)
         if not is_plain:
@@ -113,7 +128,7 @@ class Halves:
     def _end_mixed(self, step: Step, inputs: MixedInputs, predicted: Predicted) -> None:
         rows = self._rows
         sampled = SampledRows(inputs.sample_rows, inputs.sample_places, rows.state)
-        found = step.sample(predicted, sampled, ALL_NEEDS)
+        found = step.sample(predicted, sampled, ALL_NEEDS, self._to_sample_from(predicted))
         end_mixed(self.packed, found.tokens, inputs, rows.last_token, rows.length, rows.counts, self.out)
         self._score(found, inputs.score_places, inputs.num_top)
 

@@ -36,12 +36,13 @@ from gapless.models.spec import (
 )
 from gapless.models.weight import Weight
 from gapless.native import library as native
+from gapless.runner.calls import Call, process
 from gapless.runner.fill import Filled, Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
-from gapless.runner.new_masks import NewMasks
 from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import RowStore
 from gapless.runner.sampler import sample
+from gapless.runner.steering import Steering
 from gapless.runner.step import Targets, write_scores
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -172,10 +173,10 @@ class NativeRunner:
         """The first half of a step: the call, which leaves the logits."""
         self._call(filled.plan, packed_plan, self.logits.data_ptr(), None)
 
-    def sample(self, filled: Filled, packed_plan: Tensor, new: NewMasks, out: Tensor) -> None:
+    def sample(self, filled: Filled, packed_plan: Tensor, steering: Steering, out: Tensor) -> None:
         """The second half: new masks to the rows, tokens and scores to `out`."""
-        self.rows.take_masks(new)
-        self._finish(filled.plan, unpack(packed_plan, Sections.of(filled.plan)), out)
+        self.rows.take_masks(steering)
+        self._finish(filled.plan, unpack(packed_plan, Sections.of(filled.plan)), out, steering.calls)
 
     def _call(self, plan: Plan, packed_plan: Tensor, logits: int | None, tokens: int | None) -> None:
         """Logits to one address, or tokens to the other."""
@@ -202,11 +203,12 @@ class NativeRunner:
         blocks[targets] = blocks[sources]
 
     @torch.inference_mode()
-    def _finish(self, plan: Plan, packed: Packed, out: Tensor) -> None:
+    def _finish(self, plan: Plan, packed: Packed, out: Tensor, calls: Sequence[Call] = ()) -> None:
         """Sample from the logits, and score what wants it."""
         scored = packed.score_samples.long()
         raw = self.logits[scored]  # a copy, for a sampler may write on the logits
         tokens = out[: plan.num_samples]
+        process(self.logits[: plan.num_samples], calls)
         if plan.num_samples:
             tokens[:] = self._sample(packed.sample_rows.long(), plan.needs)
         if plan.num_scores:

@@ -18,7 +18,7 @@ from gapless.core.params import MAX_BIASES
 from gapless.core.row_fields import COUNTED, FIELDS, SEAT, SEAT_WORDS, RowField
 from gapless.device.base import Buffer, Device
 from gapless.runner.fill import Packed
-from gapless.runner.new_masks import NewMasks
+from gapless.runner.steering import Steering
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class RowStore:
             self.blocks[row, index] = block
         self.take_in(packed.count_rows, packed.counts, packed.biases)
 
-    def take_masks(self, new: NewMasks) -> None:
+    def take_masks(self, new: Steering) -> None:
         """Write new masks."""
         if len(new.rows):
             self.masks.index_copy_(0, new.rows, new.masks)

@@ -16,11 +16,12 @@ from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device
+from gapless.runner.calls import Call, processed
 from gapless.runner.fill import Filled, Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
-from gapless.runner.new_masks import NewMasks
 from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import RowStore
+from gapless.runner.steering import Steering
 from gapless.runner.step import Inputs, Outputs, Predicted, Step, Targets, write_scores
 
 
@@ -79,16 +80,16 @@ class Runner:
         self._half = Half(packed, sampled, self._step.predict(inputs))
 
     @torch.inference_mode()
-    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: NewMasks, out: torch.Tensor) -> None:
+    def sample(self, filled: Filled, packed_plan: torch.Tensor, steering: Steering, out: torch.Tensor) -> None:
         """The second half: new masks to the rows, tokens and scores to `out`, and the rows move on."""
-        self.rows.take_masks(new)
-        self._finish(filled.plan, out)
+        self.rows.take_masks(steering)
+        self._finish(filled.plan, out, steering.calls)
 
-    def _finish(self, plan: Plan, out: torch.Tensor) -> None:
+    def _finish(self, plan: Plan, out: torch.Tensor, calls: Sequence[Call] = ()) -> None:
         half, self._half = self._half, None
         assert half is not None, "nothing was computed to sample from"
         packed = half.packed
-        found = self._step.sample(half.found, half.sampled, plan.needs)
+        found = self._step.sample(half.found, half.sampled, plan.needs, processed(half.found.logits, calls))
         self.rows.advance(packed, found.tokens, plan.needs)
         out[: plan.num_samples] = found.tokens
         if plan.num_scores:

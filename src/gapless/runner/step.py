@@ -93,12 +93,15 @@ class Step:
         picked = hidden if inputs.sample_tokens is None else hidden[inputs.sample_tokens]
         return Predicted(hidden, self.model.logits(picked) if len(picked) else hidden[:0])
 
-    def sample(self, found: Predicted, sampled: SampledRows, needs: int) -> Outputs:
-        """The sampler's half."""
+    def sample(
+        self, found: Predicted, sampled: SampledRows, needs: int, processed: torch.Tensor | None = None
+    ) -> Outputs:
+        """The sampler's half. processed: the logits to sample from, if processors changed them."""
         if len(found.logits) == 0:
             nothing = torch.empty(0, dtype=torch.int64, device=found.hidden.device)
             return Outputs(nothing, found.hidden, found.logits)
-        return Outputs(self.sampler(found.logits, sampled, needs), found.hidden, found.logits)
+        logits = found.logits if processed is None else processed
+        return Outputs(self.sampler(logits, sampled, needs), found.hidden, found.logits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from gapless.models.source import ModelSource
 from gapless.runner.fill import Filled
 from gapless.runner.kv_store import KVStore
 from gapless.runner.native import NativeModel
-from gapless.runner.new_masks import NewMasks
+from gapless.runner.steering import Steering
 
 BuildProgress = Callable[[int, int], None]
 LoadedModel = CausalLM | NativeModel
@@ -126,7 +126,7 @@ class BatchRunner(Protocol):
     def forward(self, filled: Filled, packed_plan: torch.Tensor) -> None:
         """The first half of `step`, up to the logits."""
 
-    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: NewMasks, out: torch.Tensor) -> None:
+    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: Steering, out: torch.Tensor) -> None:
         """The second half, from the logits on, with new masks."""
 
 
@@ -154,8 +154,16 @@ class Kit(Protocol):
     def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
         """The model, with its weights on the device."""
 
-    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: BuildProgress | None) -> Built:
-        """A runner for a loaded model, with rows and KV memory of its own."""
+    def assemble(
+        self,
+        device: Device,
+        model: LoadedModel,
+        resolved: Resolved,
+        progress: BuildProgress | None,
+        *,
+        processed: bool = False,
+    ) -> Built:
+        """A runner for a loaded model, with rows and KV memory of its own. processed: with logits processors."""
 
 
 def refuse(model: ModelConfig, device_name: str, reason: str | None) -> None:

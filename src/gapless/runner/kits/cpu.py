@@ -61,7 +61,15 @@ class CpuKit:
             return load_native(source, settings.model, **weights)
         return load_model(source, settings.model, **weights)
 
-    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: BuildProgress | None) -> Built:
+    def assemble(
+        self,
+        device: Device,
+        model: LoadedModel,
+        resolved: Resolved,
+        progress: BuildProgress | None,
+        *,
+        processed: bool = False,
+    ) -> Built:
         config, limits = resolved.model, resolved.limits
         kv = make_kv_store(device, resolved, heads_first=True)  # the reference gathers the KV cache head by head
         if isinstance(model, NativeModel):

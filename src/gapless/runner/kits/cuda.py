@@ -71,14 +71,22 @@ class CudaKit:
             layers = make_layers(weights["device"], settings.dtype, batch_invariant=settings.batch_invariant)
         return load_model(source, settings.model, layers=layers, **weights)
 
-    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: BuildProgress | None) -> Built:
+    def assemble(
+        self,
+        device: Device,
+        model: LoadedModel,
+        resolved: Resolved,
+        progress: BuildProgress | None,
+        *,
+        processed: bool = False,
+    ) -> Built:
         assert not isinstance(model, NativeModel)
         limits = resolved.limits
         kv = make_kv_store(device, resolved, heads_first=False)
         attention, choice = choose_attention(device, kv, resolved)
         step = Step(model, attention, pick, score)
         runner = Runner(device, limits, kv, step)
-        graphs = GraphRunner(runner, step, limits, device, progress, resolved.slow_reason)
+        graphs = GraphRunner(runner, step, limits, device, progress, resolved.slow_reason, processed=processed)
         device.late.watch_names("first product", product_shapes)
         return Built(resolved, device, graphs, in_blocks(kv, limits.block_size), str(graphs.cost), choice)
 

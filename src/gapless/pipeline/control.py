@@ -1,0 +1,84 @@
+"""What stands between the halves of a step: masks of guides, and calls of logits processors.
+
+Gathers both for `complete`, and settles what came of them when the step is committed. Belongs to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from gapless.core.outcome import Commit, Finished
+from gapless.core.plan import Plan
+from gapless.core.processor import LogitsProcessor, RowFacts
+from gapless.core.request import IntArray, Request
+from gapless.core.scheduler import Scheduler
+from gapless.errors import ControlFailed
+from gapless.pipeline.executor import Executor, Ticket
+from gapless.pipeline.masks import Masks
+from gapless.runner.calls import Call
+from gapless.trace.columns import MASKS
+from gapless.trace.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+
+class Control:
+    """Guides and processors of the scheduler's rows."""
+
+    def __init__(self, scheduler: Scheduler, recorder: Recorder) -> None:
+        self._scheduler = scheduler
+        self._recorder = recorder
+        self._masks = Masks(scheduler)
+
+    def complete(self, executor: Executor, ticket: Ticket) -> tuple[Ticket, Commit]:
+        """Have the second half of a step queued; also the requests that ended as their masks were filled."""
+        complete = executor.complete(ticket, self._masks.fill, self._calls(ticket.plan))
+        return complete, Commit(0, (), self._masks.take_ended())
+
+    def commit(self, ticket: Ticket, results: IntArray) -> Commit:
+        """Turn the results of a split step into facts, and tell the guides."""
+        ended = [finished for call in ticket.calls for finished in self._settle(call)]
+        commit = self._scheduler.commit(ticket.plan, results)
+        self._recorder.mark(MASKS)
+        learned = self._masks.learn(ticket.plan, commit)
+        return Commit(learned.num_tokens, learned.progress, (*learned.finished, *ended))
+
+    def _calls(self, plan: Plan) -> tuple[Call, ...]:
+        """Each processor once, with all rows of the plan that are its own and whose owner has not left."""
+        table, chosen = self._scheduler.rows, plan.process_samples
+        rows = plan.sample_rows[chosen]
+        live = table.epoch[rows] == plan.sample_epochs[chosen]
+        wanted: dict[int, tuple[LogitsProcessor, list[tuple[int, RowFacts]]]] = {}  # by identity: any object will do
+        for sample, row in zip(chosen[live].tolist(), rows[live].tolist(), strict=True):
+            request = table.request[row]
+            assert request is not None
+            facts = _facts(request, table.tokens[row, : table.num_tokens[row]])
+            for processor in request.processors:
+                wanted.setdefault(id(processor), (processor, []))[1].append((sample, facts))
+        return tuple(
+            Call(processor, np.array([sample for sample, _ in pairs], np.int64), tuple(facts for _, facts in pairs))
+            for processor, pairs in wanted.values()
+        )
+
+    def _settle(self, call: Call) -> list[Finished]:
+        """Count a call; end its requests if it raised. Their samples are overruns then."""
+        name, ledger = call.processor.name, self._recorder.ledger
+        ledger[f"logits processor {name}: calls"] += 1
+        ledger[f"logits processor {name}: µs"] += round(call.seconds * 1e6)
+        if call.error is None:
+            return []
+        log.info("logits processor %s raised", name, exc_info=call.error)
+        ledger[f"logits processor {name}: failures"] += 1
+        kind, scheduler = type(call.error).__name__, self._scheduler
+        failure = ControlFailed(f"logits processor {name} failed: {kind}: {call.error}")
+        failure.__cause__ = call.error
+        found = [scheduler.abort(facts.request_id, "error", failure) for facts in call.rows]
+        return [finished for finished in found if finished is not None]  # of those that have not ended by themselves
+
+
+def _facts(request: Request, tokens: IntArray) -> RowFacts:
+    known = tokens.copy()  # the row may have another owner before the processor has read them
+    known.flags.writeable = False
+    return RowFacts(request.id, request.params, request.num_prompt, known)
