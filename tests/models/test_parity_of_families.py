@@ -64,6 +64,10 @@ PARTIAL = {"hidden_size": 32, "partial_rotary_factor": 0.5}
 LOCAL_FIRST = ["sliding_attention", "full_attention", "sliding_attention"]
 MOE = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
 QWEN3_MOE = of("Qwen3MoeForCausalLM", "qwen3_moe", num_experts=5, moe_intermediate_size=16, head_dim=12, **MOE)
+GPT_OSS = of("GptOssForCausalLM", "gpt_oss", num_local_experts=4, head_dim=12, sliding_window=24, **MOE) | {
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False, "rope_theta": 1000.0}
+    | {"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "falcon 3": {"head_dim": 16, "tie_word_embeddings": False, "rope_theta": 1000042},
@@ -97,6 +101,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mixtral": of("MixtralForCausalLM", "mixtral", num_local_experts=4, sliding_window=24, **MOE),
     "qwen3 moe": QWEN3_MOE,
     "qwen3 moe in part": QWEN3_MOE | {"norm_topk_prob": True, "mlp_only_layers": [0]},
+    "gpt oss": GPT_OSS,
+    "gpt oss in full": GPT_OSS | {"layer_types": ["full_attention"] * 2, "attention_bias": False},
     "gemma3 before version 5": GEMMA3
     | {"rope_local_base_freq": 300.0, "rope_scaling": LINEAR, "rope_theta": 7000.0, "num_hidden_layers": 6},
 }

@@ -348,3 +348,30 @@ def test_a_plan_can_copy_blocks(tiny_dir: Path, is_native: bool) -> None:
         runner.step = poisoning  # type: ignore[method-assign]
         llm.engine._scheduler.tables.release = lambda row: None  # type: ignore[method-assign]
         assert llm.generate(["x" * 24], params)[0].token_ids == expected
+
+
+def test_sinks_with_a_window_and_a_cap(dummy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No family without experts has sinks, so a Llama gets them."""
+
+    def load(source: Any) -> Any:
+        config = load_config(source)
+        attention = replace(config.layers[0].attention, sinks=True, window=9, soft_cap=0.4)
+        return replace(config, layers=tuple(replace(layer, attention=attention) for layer in config.layers))
+
+    monkeypatch.setattr("gapless.runner.resolve.load_config", load)
+    monkeypatch.setattr("gapless.models.weights._DUMMY_SCALE", 0.5)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    prompts, found = [list(range(3, 43)), [7, 8]], []
+    for is_native in (True, False):
+        options = {"device": "cpu", "dtype": "float32", "load_format": "dummy", "max_batch_tokens": 16}
+        with LLM(dummy_dir, **options, native=is_native) as llm:
+            assert llm.engine.resolved.native is is_native
+            found.append(llm.generate(prompts, params))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        pairs = zip(
+            (*ours.prompt_logprobs[1:], *ours.logprobs),
+            (*theirs.prompt_logprobs[1:], *theirs.logprobs),
+            strict=True,
+        )
+        assert all(abs(a.logprob - b.logprob) < 1e-4 for a, b in pairs)

@@ -48,12 +48,14 @@ class Family:
     models: str = ""  # names by which people know them
 
 
-def hf_model(keys: Keys, architecture: str, layers: LayerSpec | Sequence[LayerSpec], **more: Any) -> ModelConfig:
+def hf_model(
+    keys: Keys, architecture: str, layers: LayerSpec | Sequence[LayerSpec], *, allowed: str = "", **more: Any
+) -> ModelConfig:
     """A model of these layers, or of one that is repeated; `more` are fields of the config that differ from others'.
 
-    The last norm is like that of the layers, unless it is one of them.
+    The last norm is like that of the layers, unless it is one of them. allowed: a quantization that weights may have.
     """
-    refuse_quantized(keys)
+    refuse_quantized(keys, allowed)
     if isinstance(layers, LayerSpec):
         layers = repeated(layers, keys.size("num_hidden_layers"))
     fields: dict[str, Any] = {
@@ -99,13 +101,14 @@ def hf_mlp(keys: Keys, *, key: str = "hidden_act", default: str = "silu", **more
     return MlpSpec(**more) if "size" in more else MlpSpec(keys.size("intermediate_size"), **more)
 
 
-def hf_experts(keys: Keys, *, size: int, is_normalized: bool = True, **more: Any) -> MlpSpec:
+def hf_experts(keys: Keys, *, size: int, is_normalized: bool = True, router_bias: bool = False, **more: Any) -> MlpSpec:
     """Experts of this size. Two keys say how many there are, and different versions of transformers write either."""
     is_old = keys.get("num_local_experts") is None
     number, chosen = keys.size("num_experts" if is_old else "num_local_experts"), keys.size("num_experts_per_tok")
     if chosen > number:
         raise CorruptModel(f"{keys.where}: num_experts_per_tok is {chosen}, there are {number} experts")
-    return hf_mlp(keys, size=size, kind="experts", experts=ExpertSpec(number, chosen, is_normalized), **more)
+    experts = ExpertSpec(number, chosen, is_normalized, router_bias)
+    return hf_mlp(keys, size=size, kind="experts", experts=experts, **more)
 
 
 def hf_norm(keys: Keys, *, default: float = 1e-6, **more: Any) -> NormSpec:
@@ -163,10 +166,10 @@ def all_but(step: int) -> Callable[[int], bool]:
     return lambda index: (index + 1) % step != 0
 
 
-def refuse_quantized(keys: Keys) -> None:
+def refuse_quantized(keys: Keys, allowed: str = "") -> None:
     quantization = keys.mapping("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown")
+    method = quantization.get("quant_method", "unknown")
+    if quantization and method != allowed:
         raise UnsupportedModel(
             f"quantization_config ({shown(method)}) is not supported; use the unquantized model or a GGUF"
         )

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from gapless.models.weight import GateBiases, GatedLinear, Linear, Weight
 
+_GATE_LIMIT, _GATE_SLOPE = 7.0, 1.702  # of GPT-OSS; its configs do not say them
 _PACK_ROWS = 16  # only a hint: with it, 1 row and 2048 rows are as fast as when packed for them
 
 
@@ -41,6 +42,8 @@ class PlainScheme:
         return _LINEARS.get(_key(weight.data), PlainLinear)(weight.data, bias)
 
     def gated(self, gate: Weight, up: Weight, biases: GateBiases, activation: str) -> GatedLinear:
+        if activation == "clamped":
+            return ClampedGated(self.linear(gate, biases[0]), self.linear(up, biases[1]))
         return _GATED.get(_key(gate.data), PlainGated)(gate.data, up.data, *biases, activation)
 
     def activated(self, weight: Weight, bias: Tensor | None, activation: str) -> GatedLinear:
@@ -94,12 +97,25 @@ class PlainActivated:
         return self.activate(self.product(x))
 
 
+class ClampedGated:
+    """The gate of GPT-OSS: both sides are kept within a limit, and one is added to `up`."""
+
+    __slots__ = ("gate", "up")
+
+    def __init__(self, gate: Linear, up: Linear) -> None:
+        self.gate, self.up = gate, up
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate(x).clamp_(max=_GATE_LIMIT), self.up(x).clamp_(-_GATE_LIMIT, _GATE_LIMIT)
+        return gate.mul_(torch.sigmoid(gate * _GATE_SLOPE)).mul_(up.add_(1.0))
+
+
 class PackedLinear:
     __slots__ = ("bias", "packed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
-        self.bias = bias
+        self.bias = None if bias is None else bias.contiguous()  # oneDNN takes no notice of strides
 
     def __call__(self, x: Tensor) -> Tensor:
         product: Tensor = _product(x, self.packed, self.bias, "none", [], "")

@@ -18,6 +18,7 @@ from gapless.models.files import read_object
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.layers import PLAIN, Layers
 from gapless.models.linear import plain
+from gapless.models.mxfp4 import BLOCKS, Mxfp4Weights
 from gapless.models.reader import ReadWeight
 from gapless.models.registry import gguf_config, hf_config
 from gapless.models.shapes import weight_shapes
@@ -94,7 +95,8 @@ def _open_source(
         return DummyWeights(expected, dtype, device, seed)
     if source.kind == "gguf":
         return GGUFWeights(GGUFFile(source.path))
-    return SafetensorsWeights(source.path, first=next(iter(expected)))
+    weights = SafetensorsWeights(source.path, first=next(iter(expected)))
+    return Mxfp4Weights(weights) if any(name.endswith(BLOCKS) for name in weights.shapes) else weights
 
 
 def _check_shapes(weights: Weights, expected: Shapes, source: ModelSource) -> None:

@@ -37,6 +37,7 @@ class WeightNames:
     expert_gate: str = "mlp.experts.{}.gate_proj"  # with a place for the expert's number, or one weight for all
     expert_up: str = "mlp.experts.{}.up_proj"
     expert_down: str = "mlp.experts.{}.down_proj"
+    experts_in_columns: bool = False  # weights of all experts are [count, in, out], gate and up alternate in columns
     transposed: bool = False  # matrices of layers are [in, out]
     head_by_head: bool = False  # in the one weight of q, k and v: those of the first head, then of the next
     pairs: bool = False  # rows of q and k that are rotated together lie side by side, not half a head apart

@@ -81,12 +81,30 @@ class LayerReader:
         """All of them, one after the other."""
         spec, names = self._spec.mlp, self.names
         assert spec.experts is not None
+        if names.experts_in_columns:
+            return self._experts_in_columns(spec)
         gates, ups, downs = (self._of_experts(n) for n in (names.expert_gate, names.expert_up, names.expert_down))
         found = []
         for (gate, gate_bias), (up, up_bias), (down, down_bias) in zip(gates, ups, downs, strict=True):
             inner = GatedWeights(gate, up, gate_bias, up_bias, spec.activation)
             found.append(ExpertWeights(inner, down, down_bias))
         return found
+
+    def _experts_in_columns(self, spec: MlpSpec) -> list[ExpertWeights]:
+        (both, bias), (down, down_bias) = (
+            self._columns(name) for name in (self.names.expert_up, self.names.expert_down)
+        )
+        places = torch.arange(2 * spec.size)
+        found = []
+        for number, weight in enumerate(both):
+            gate, up = (weight.scheme.rows(weight, rows) for rows in (places[::2], places[1::2]))
+            inner = GatedWeights(gate, up, bias[number, ::2], bias[number, 1::2], spec.activation)
+            found.append(ExpertWeights(inner, down[number], down_bias[number]))
+        return found
+
+    def _columns(self, name: str) -> tuple[list[Weight], Tensor]:
+        weight = self._read(self.names.of_layer(self._index, name))
+        return [part.scheme.transposed(part) for part in weight.scheme.parts(weight)], self._vector(f"{name}_bias")
 
     def _of_experts(self, name: str) -> list[tuple[Weight, Tensor | None]]:
         spec = self._spec.mlp

@@ -17,6 +17,7 @@ from gapless.models.families import (
     gemma3,
     gpt2,
     gpt_neox,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 _FILES = (
     *(llama, mistral, qwen2, qwen3, granite, smollm3),
     *(olmo2, olmo3, phi3, starcoder2, gpt_neox, gpt2, cohere, cohere2, gemma2, gemma3),
-    *(mixtral, qwen3_moe),
+    *(mixtral, qwen3_moe, gpt_oss),
 )
 FAMILIES: list[Family] = [file.FAMILY for file in _FILES]
 _GGUF_END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))

@@ -74,6 +74,11 @@ def _mlp(spec: MlpSpec, names: WeightNames, hidden: int) -> Iterator[tuple[str, 
 
 def _experts(spec: MlpSpec, experts: ExpertSpec, names: WeightNames, hidden: int) -> Iterator[tuple[str, _Shape]]:
     yield from _linear(names.router, experts.count, hidden, experts.router_bias, names)
+    if names.experts_in_columns:
+        for name, inputs, outputs in ((names.expert_up, hidden, 2 * spec.size), (names.expert_down, spec.size, hidden)):
+            yield name, (experts.count, inputs, outputs)
+            yield f"{name}_bias", (experts.count, outputs)
+        return
     inner, outer = (spec.size, hidden), (hidden, spec.size)
     for name, shape in ((names.expert_gate, inner), (names.expert_up, inner), (names.expert_down, outer)):
         if "{}" not in name:

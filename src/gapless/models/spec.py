@@ -13,7 +13,7 @@ from gapless.models.rope_config import RopeConfig
 
 NormPlace = Literal["before", "after", "around"]
 HeadNorm = Literal["none", "each", "all", "layer"]  # native/model.h numbers them in this order, as the next ones
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped"]  # clamped: that of GPT-OSS, with its gate
 
 
 class Feature(StrEnum):

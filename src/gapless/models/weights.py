@@ -58,15 +58,26 @@ class SafetensorsWeights:
         return name if name.startswith(("lm_head.", self._left_out)) else self._left_out + name
 
     def read(self, name: str) -> Tensor:
+        tensor = self._read(name)
+        if not tensor.is_floating_point():
+            raise UnsupportedModel(
+                f"{self.origin(name)}: tensor {name} is {tensor.dtype}; quantized weights need a GGUF"
+            )
+        return tensor
+
+    def read_bytes(self, name: str) -> Tensor:
+        """A tensor that is no numbers by itself."""
+        tensor = self._read(name)
+        if tensor.dtype != torch.uint8:
+            raise CorruptModel(f"{self.origin(name)}: tensor {name} is {tensor.dtype}, not bytes")
+        return tensor
+
+    def _read(self, name: str) -> Tensor:
         stored = self._stored(name)
         try:
             tensor: Tensor = self._files[stored].get_tensor(stored)
         except (SafetensorError, OSError) as error:
             raise CorruptModel(f"{self.origin(name)}: tensor {name} cannot be read ({error})") from error
-        if not tensor.is_floating_point():
-            raise UnsupportedModel(
-                f"{self.origin(name)}: tensor {name} is {tensor.dtype}; quantized weights need a GGUF"
-            )
         return tensor
 
     def origin(self, name: str) -> str:

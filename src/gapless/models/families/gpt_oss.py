@@ -1,0 +1,31 @@
+"""GPT-OSS: sinks, a window in every second layer, experts with biases; experts' weights in MXFP4 or plain."""
+
+from dataclasses import replace
+
+from gapless.models.config import ModelConfig
+from gapless.models.family import Family, all_but, hf_attention, hf_experts, hf_layers, hf_model, hf_norm
+from gapless.models.keys import Keys
+from gapless.models.names import HF_NAMES
+from gapless.models.spec import LayerSpec
+
+ARCHITECTURE = "GptOssForCausalLM"
+NAMES = replace(
+    HF_NAMES,
+    router="mlp.router",
+    expert_gate="",
+    expert_up="mlp.experts.gate_up_proj",
+    expert_down="mlp.experts.down_proj",
+    experts_in_columns=True,
+)
+
+
+def from_hf(keys: Keys) -> ModelConfig:
+    bias, size = keys.flag("attention_bias", default=True), keys.size("intermediate_size")
+    attention = hf_attention(keys, head_dim=64, theta=150000.0, qkv_bias=bias, output_bias=bias, sinks=True)
+    mlp = hf_experts(keys, size=size, router_bias=True, activation="clamped", bias=True)
+    layer = LayerSpec(attention, mlp, hf_norm(keys, default=1e-5))
+    layers = hf_layers(keys, layer, default=128, always=True, is_local=all_but(2))
+    return hf_model(keys, ARCHITECTURE, layers, allowed="mxfp4", names=NAMES)
+
+
+FAMILY = Family(ARCHITECTURE, "gpt_oss", from_hf, models="GPT-OSS 20B and 120B")

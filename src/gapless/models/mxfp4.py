@@ -1,0 +1,57 @@
+"""MXFP4 weights of a checkpoint: blocks of 32 numbers of 4 bits and a power of two, made whole as they are read.
+
+Shows each pair of tensors `X_blocks` and `X_scales` as the one tensor X that they stand for. Knows no model.
+"""
+
+import torch
+from torch import Tensor
+
+from gapless.errors import CorruptModel
+from gapless.models.weights import SafetensorsWeights, Shapes
+
+BLOCKS, SCALES = "_blocks", "_scales"
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a minus
+_BLOCK_BYTES = 16  # two numbers in each, the first in the low half
+_BIAS = 127  # of the powers
+
+
+class Mxfp4Weights:
+    """The tensors of a checkpoint, with those in MXFP4 [count, in, out], as it stores others of the kind."""
+
+    def __init__(self, weights: SafetensorsWeights) -> None:
+        self._weights = weights
+        names = {name.removesuffix(BLOCKS): name for name in weights.shapes if name.endswith(BLOCKS)}
+        self._shapes = {whole: self._shape(whole) for whole in names}
+        parts = {f"{whole}{end}" for whole in names for end in (BLOCKS, SCALES)}
+        rest = {name: shape for name, shape in weights.shapes.items() if name not in parts}
+        self.shapes: Shapes = rest | self._shapes
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        blocks, scales = self._weights.shapes[name + BLOCKS], self._weights.shapes.get(name + SCALES)
+        if len(blocks) != 4 or blocks[-1] != _BLOCK_BYTES or scales != blocks[:-1]:
+            raise CorruptModel(
+                f"{self._weights.origin(name + BLOCKS)}: tensor {name}{BLOCKS} has shape {blocks} and {name}{SCALES} "
+                f"has {scales}: these are no blocks of 32 numbers with a scale each"
+            )
+        count, outputs, groups, _ = blocks
+        return count, groups * 2 * _BLOCK_BYTES, outputs
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._shapes:
+            return self._weights.read(name)
+        blocks, scales = (self._weights.read_bytes(name + end) for end in (BLOCKS, SCALES))
+        return dequantize(blocks, scales).transpose(1, 2)
+
+    def origin(self, name: str) -> str:
+        return self._weights.origin(name + BLOCKS if name in self._shapes else name)
+
+
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks [count, out, groups, 16] and scales [count, out, groups], uint8 -> [count, out, in] bfloat16, exactly."""
+    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), dtype=torch.bfloat16)
+    whole = torch.empty(*blocks.shape[:2], scales.shape[2] * 2 * _BLOCK_BYTES, dtype=torch.bfloat16)
+    for number, (some, powers) in enumerate(zip(blocks, scales, strict=True)):  # an expert at a time: indices are wide
+        halves = torch.stack((some & 15, some >> 4), dim=-1).flatten(2)  # [out, groups, 32]
+        numbers = torch.ldexp(values[halves.int()], powers.int()[..., None] - _BIAS)
+        whole[number] = numbers.flatten(1)
+    return whole
