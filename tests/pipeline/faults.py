@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+import count_faults
 import mask_faults
 import native_faults
 import score_faults
@@ -139,7 +140,15 @@ def _of_graphs() -> list[Fault]:
 
 FAULTS = [
     fault
-    for fault in (*state_faults.FAULTS, *score_faults.FAULTS, *mask_faults.FAULTS, *_of_graphs(), *native_faults.FAULTS)
+    for fault in (
+        *state_faults.FAULTS,
+        *count_faults.FAULTS,
+        *count_faults.OF_GRAPHS,
+        *score_faults.FAULTS,
+        *mask_faults.FAULTS,
+        *_of_graphs(),
+        *native_faults.FAULTS,
+    )
     if why_no_stage(fault.stage) is None
 ]
 ALL = [of_executor(mistake) for mistake in MISTAKES] + FAULTS

@@ -255,16 +255,16 @@ def _(original):
 
 @fault("a sampled token is carried over from the wrong row", RowStore, "advance")
 def _(original):
-    def advance(self: RowStore, packed, tokens: torch.Tensor) -> None:
-        original(self, packed, tokens.roll(1))
+    def advance(self: RowStore, packed, tokens: torch.Tensor, needs: int) -> None:
+        original(self, packed, tokens.roll(1), needs)
 
     return advance
 
 
 @fault("a placeholder stays in the row after prefill", RowStore, "advance")
 def _(original):
-    def advance(self: RowStore, packed, tokens: torch.Tensor) -> None:
-        original(self, packed, tokens)
+    def advance(self: RowStore, packed, tokens: torch.Tensor, needs: int) -> None:
+        original(self, packed, tokens, needs)
         self.last_token[packed.chunk_rows.long()] = 0
 
     return advance
@@ -272,9 +272,9 @@ def _(original):
 
 @fault("a row's last token is written one step late", RowStore, "advance")
 def _(original):
-    def advance(self: RowStore, packed, tokens: torch.Tensor) -> None:
+    def advance(self: RowStore, packed, tokens: torch.Tensor, needs: int) -> None:
         late = getattr(self, "late", None)
-        original(self, packed, self.last_token[packed.sample_rows.long()])
+        original(self, packed, self.last_token[packed.sample_rows.long()], needs)
         if late is not None:
             self.last_token[late[0]] = late[1]
         self.late = (packed.sample_rows.long().clone(), tokens.clone())
@@ -284,8 +284,8 @@ def _(original):
 
 @fault("lengths of decode rows are not advanced", RowStore, "advance")
 def _(original):
-    def advance(self: RowStore, packed, tokens: torch.Tensor) -> None:
-        original(self, packed, tokens)
+    def advance(self: RowStore, packed, tokens: torch.Tensor, needs: int) -> None:
+        original(self, packed, tokens, needs)
         self.length[packed.decode_rows.long()] -= 1
 
     return advance
@@ -293,13 +293,16 @@ def _(original):
 
 @fault("the length after a chunk is one short", RowStore, "advance")
 def _(original):
-    return lambda self, packed, tokens: original(self, replace(packed, chunk_ends=packed.chunk_ends - 1), tokens)
+    def advance(self: RowStore, packed, tokens: torch.Tensor, needs: int) -> None:
+        original(self, replace(packed, chunk_ends=packed.chunk_ends - 1), tokens, needs)
+
+    return advance
 
 
 @fault("padding points at a row that somebody has", RowStore, "advance")
 def _(original):
-    def advance(self: RowStore, packed, tokens: torch.Tensor) -> None:
-        original(self, packed, tokens)
+    def advance(self: RowStore, packed, tokens: torch.Tensor, needs: int) -> None:
+        original(self, packed, tokens, needs)
         stale = getattr(self, "previous", packed.decode_rows[:0])
         gone = stale[~torch.isin(stale, packed.decode_rows)].long()
         self.length[gone] += 1  # what a padded step does to its padding

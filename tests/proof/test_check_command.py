@@ -16,8 +16,8 @@ TINY = ["check", "--model", "tiny/llama/0", "--seeds", "4", "--steps", "6"]
 
 
 def advance_without_length(original):
-    def advance(self: RowStore, packed, tokens) -> None:
-        original(self, packed, tokens)
+    def advance(self: RowStore, packed, tokens, needs) -> None:
+        original(self, packed, tokens, needs)
         if len(packed.decode_rows) > 1:
             self.length[packed.decode_rows[:1].long()] -= 1
 

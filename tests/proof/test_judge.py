@@ -32,8 +32,8 @@ def late_token(original):
     """A row's token is replaced one step after it was written, every now and then."""
     calls: list[int] = []
 
-    def advance(self: RowStore, packed, tokens: torch.Tensor) -> None:
-        original(self, packed, tokens)
+    def advance(self: RowStore, packed, tokens: torch.Tensor, needs: int) -> None:
+        original(self, packed, tokens, needs)
         calls.append(1)
         if len(calls) % 7 == 0:
             self.last_token[packed.sample_rows.long()] = 3

@@ -29,6 +29,7 @@ from gapless.proof.stage import ModelStage, Room
 from gapless.proof.tiny import TINY, named_stage
 from gapless.proof.vary import Variety
 from gapless.text import load_tokenizer
+from gapless.text.bad_words import in_tokens
 from gapless.text.local_chat import LocalChat
 from gapless.text.tokenizer import Tokenizer
 
@@ -169,6 +170,7 @@ def _ask(stage: ModelStage, chat: LocalChat | None, line: Line | BadLine, steps:
     if isinstance(line, BadLine):
         raise InvalidRequest(line.error)
     params = SamplingParams.from_dict(line.params)
+    params = dataclasses.replace(params, bad_words=in_tokens(params.bad_words, stage.tokenizer))
     most = min(params.max_tokens, steps)
     params = dataclasses.replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
     eos = () if params.ignore_eos else stage.config.eos_token_ids

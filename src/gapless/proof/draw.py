@@ -135,8 +135,21 @@ def _params(dice: random.Random, vocab_size: int, most_tokens: int, *, text_stop
         top_k=dice.choice((0, 0, 1, 7)),
         top_p=dice.choice((1.0, 1.0, 0.9, 0.5)),
         min_p=dice.choice((0.0, 0.0, 0.1)),
+        typical_p=dice.choice((1.0, 1.0, 1.0, 0.8)),
+        top_n_sigma=dice.choice((0.0, 0.0, 0.0, 1.5)),
+        repetition_penalty=dice.choice((1.0, 1.0, 0.7, 1.3)),
+        presence_penalty=dice.choice((0.0, 0.0, 0.0, -1.0)),
+        frequency_penalty=dice.choice((0.0, 0.0, -0.5, 2.0)),
+        logit_bias=tuple((token, dice.uniform(-3, 3)) for token in _few(dice, vocab_size, (0, 0, 0, 1, 5))),
+        bad_token_ids=_few(dice, vocab_size, (0, 0, 0, 3)),
+        bad_words=tuple(_few(dice, vocab_size, (2,)) for _ in range(dice.choice((0, 0, 0, 9)))),
         stop=tuple(dice.sample("aeiotnABCDE ", 3)) if text_stops and dice.random() < 0.2 else (),
         stop_token_ids=tuple(dice.sample(range(vocab_size), dice.choice((0, 0, 1, 8)))),
         logprobs=dice.choice((None, None, 0, 3)),
         prompt_logprobs=dice.choice((None, None, None, 0, 5)),
     )
+
+
+def _few(dice: random.Random, vocab_size: int, counts: Sequence[int]) -> tuple[int, ...]:
+    """Different tokens, as many as one of these counts."""
+    return tuple(dice.sample(range(vocab_size), min(dice.choice(counts), vocab_size - 1)))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from gapless.core.guide import MASK_BITS
 from gapless.core.outcome import Commit, Counters, Finished, Progress
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray, Request, int_array
@@ -126,7 +127,9 @@ class Player:
         self._tokenizer = stage.tokenizer
         self._turns_left = _turn_bound(schedule)
         self._device = stage.device(schedule.order, threads=schedule.threads, check=watch.conflicts)
-        self._executor = self._make_executor(stage.cast(schedule.block_size), make_executor)
+        cast = stage.cast(schedule.block_size)
+        self._vocab_size = MASK_BITS * cast.runner.mask_words  # and a few more, which never come
+        self._executor = self._make_executor(cast, make_executor)
 
     def run(self) -> None:
         failures = self._schedule.failures if self._watch.invariants else None
@@ -174,7 +177,7 @@ class Player:
             stop_ids=ask.stop_ids,
             limit=min(ask.length, self._schedule.max_model_len),
             streams=True,
-            guide=None if ask.rule is None else ask.rule.guide(),
+            guide=ask.guide(self._vocab_size),
         )
         self._texts[ask.id] = Transcript(self._tokenizer, ask.params.stop, min_tokens=ask.params.min_tokens)
         self._scheduler.add(request)

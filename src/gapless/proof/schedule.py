@@ -10,9 +10,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from gapless.core.guide import Guide
 from gapless.core.limits import Limits
 from gapless.core.params import SamplingParams
 from gapless.errors import ConfigError
+from gapless.guides.tokens import join
+from gapless.guides.words import guide_of
 from gapless.proof.rule import Rule
 
 
@@ -33,6 +36,10 @@ class Ask:
     def length(self) -> int:
         """Prompt and output together, at most."""
         return len(self.prompt) + self.params.max_tokens
+
+    def guide(self, vocab_size: int) -> Guide | None:
+        """A guide by the rule and by the parameters, that has heard nothing yet."""
+        return join(None if self.rule is None else self.rule.guide(), guide_of(self.params, vocab_size))
 
 
 @dataclass(frozen=True, slots=True)

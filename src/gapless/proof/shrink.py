@@ -103,7 +103,9 @@ def _simpler_asks(ask: Ask) -> Iterator[Ask]:
 
 def _simpler_params(params: SamplingParams) -> Iterator[dict[str, Any]]:
     plain: dict[str, Any] = {"prompt_logprobs": None, "logprobs": None, "stop": (), "min_tokens": 0}
-    plain |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    plain |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "top_n_sigma": 0.0}
+    plain |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": ()}
+    plain |= {"allowed_token_ids": None, "bad_token_ids": (), "bad_words": ()}
     for name, value in plain.items():
         if getattr(params, name) != value:
             yield {name: value}

@@ -34,7 +34,7 @@ def is_tie(stage: ModelStage, ask: Ask, known: tuple[int, ...], other: int) -> b
     shaken = logits + noise * (logits.std() * SHAKE)
     rows = torch.zeros(NUM_TRIALS, dtype=torch.int64)
     places = torch.full((NUM_TRIALS,), len(history))
-    guide = None if ask.rule is None else ask.rule.guide()
+    guide = ask.guide(len(logits))
     limit = len(history) + 1
     request = Request(ask.id, int_array(ask.prompt), ask.params, ask.seed, ask.stop_ids, limit, guide=guide)
     request.tokens = int_array(history)

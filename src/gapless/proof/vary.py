@@ -23,6 +23,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.0, "top_k": 20},
     {"temperature": 1.2, "min_p": 0.05},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"temperature": 0.9, "presence_penalty": 1.0, "typical_p": 0.9, "bad_token_ids": (5, 6)},
 )
 
 
