@@ -16,6 +16,7 @@ from gapless.server.protocol import MessageBody
 from gapless.server.run import read_template
 from gapless.server.tools import MAX_TOOLS, chat_tools, response_tools
 from gapless.text.deltas import ToolCall, WholeReply
+from gapless.text.tools.schema import MAX_SCHEMAS
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Oslo"}'}}
@@ -73,6 +74,8 @@ def nested(depth: int) -> dict[str, Any]:
         (schema(required="a"), None, "tools.0.function.parameters.required"),
         (schema(properties={"a": {"maximum": "9"}}), None, "tools.0.function.parameters.properties.a.maximum"),
         (schema(properties={"a": nested(1000)}), None, "tools.0.function.parameters.properties.a"),
+        (schema(properties={f"p{n}": {} for n in range(MAX_SCHEMAS)}), None, "tools.0.function.parameters"),
+        (schema(properties={"x" * 5000: {"type": "no"}}), None, "tools.0.function.parameters.properties.xxx"),
         ([function()], "sometimes", "tool_choice"),
         ([function()], {"type": "function", "function": {"name": "g"}}, "tool_choice.function.name"),
         ([function()], {"type": "function", "function": "f"}, "tool_choice.function.name"),

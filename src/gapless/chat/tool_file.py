@@ -9,7 +9,7 @@ from typing import Any
 
 from gapless.errors import InvalidRequest
 from gapless.text.tools.base import Tool
-from gapless.text.tools.schema import check_schema
+from gapless.text.tools.schema import SchemaChecker
 
 MAX_FILE_BYTES = 2**24
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -51,6 +51,6 @@ def _tool(tool: object, where: str) -> Tool:
     if not NAME.fullmatch(given.get("name", "")):
         raise InvalidRequest(f"{where} needs a name of letters, digits, _, . and -")
     parameters: dict[str, Any] = given.get("parameters") or {"type": "object", "properties": {}}
-    if (fault := check_schema(parameters)) is not None:
+    if (fault := SchemaChecker().check(parameters)) is not None:
         raise InvalidRequest(f"{where}: parameters{fault.place}: {fault.reason}")
     return Tool(given["name"], parameters, given.get("description"), given.get("strict", False))

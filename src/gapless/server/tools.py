@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from gapless.server.errors import ApiError
 from gapless.text.tools.base import Tool
-from gapless.text.tools.schema import check_schema
+from gapless.text.tools.schema import SchemaChecker
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_TOOLS = 512
+MAX_PLACE = 300  # characters of a path in an error: the names in it are the client's
 FUNCTION_FIELDS = frozenset(("name", "description", "parameters", "strict"))
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 Mode = Literal["none", "auto", "required"]
@@ -54,18 +55,19 @@ class Toolbox:
 
 def chat_tools(tools: list[dict[str, Any]] | None, choice: object, is_parallel: bool | None) -> Toolbox:
     """As chats have them: `{"type": "function", "function": {"name": ...}}`. Raises ApiError."""
-    found = [_chat_tool(each, f"tools.{index}") for index, each in enumerate(tools or ())]
+    schemas = SchemaChecker()
+    found = [_chat_tool(each, f"tools.{index}", schemas) for index, each in enumerate(tools or ())]
     named = choice.get("function") if isinstance(choice, Mapping) and _is_function(choice) else None
     return _toolbox(found, choice, named, "tool_choice.function.name", "function.name", is_parallel)
 
 
 def response_tools(tools: list[dict[str, Any]] | None, choice: object, is_parallel: bool | None) -> Toolbox:
     """As responses have them: `{"type": "function", "name": ...}`. Raises ApiError."""
-    found = []
+    found, schemas = [], SchemaChecker()
     for index, each in enumerate(tools or ()):
         _check_kind(each, f"tools.{index}")
         function = {name: value for name, value in each.items() if name != "type"}
-        found.append(_tool(function, f"tools.{index}"))
+        found.append(_tool(function, f"tools.{index}", schemas))
     named = choice if isinstance(choice, Mapping) and _is_function(choice) else None
     return _toolbox(found, choice, named, "tool_choice.name", "name", is_parallel)
 
@@ -102,16 +104,16 @@ def _is_function(choice: Mapping[str, Any]) -> bool:
     return choice.get("type") == "function"
 
 
-def _chat_tool(given: dict[str, Any], where: str) -> Tool:
+def _chat_tool(given: dict[str, Any], where: str, schemas: SchemaChecker) -> Tool:
     _check_kind(given, where)
     _check_fields(given, frozenset(("type", "function")), where)
     function = given.get("function")
     if not isinstance(function, dict):
         raise ApiError(400, f"{where}.function must be an object", param=f"{where}.function")
-    return _tool(function, f"{where}.function")
+    return _tool(function, f"{where}.function", schemas)
 
 
-def _tool(function: Mapping[str, Any], where: str) -> Tool:
+def _tool(function: Mapping[str, Any], where: str, schemas: SchemaChecker) -> Tool:
     _check_fields(function, FUNCTION_FIELDS, where)
     name, description, strict = (function.get(field) for field in ("name", "description", "strict"))
     if not isinstance(name, str) or not NAME.fullmatch(name):
@@ -124,8 +126,8 @@ def _tool(function: Mapping[str, Any], where: str) -> Tool:
     parameters = function.get("parameters")
     schema = NO_PARAMETERS if parameters in (None, {}) else parameters
     place = f"{where}.parameters"
-    if (fault := check_schema(schema)) is not None:
-        param = f"{place}{fault.place}"
+    if (fault := schemas.check(schema)) is not None:
+        param = f"{place}{fault.place}"[:MAX_PLACE]
         raise ApiError(400, f"{param}: {fault.reason}", param=param, code="invalid_schema")
     assert isinstance(schema, Mapping)
     return Tool(name, schema, description, bool(strict))

@@ -26,6 +26,8 @@ SCALAR = {"type": ["number", "boolean", "null"]}
 KEY = {"type": "regex", "pattern": r"[A-Za-z_][A-Za-z0-9_.-]{0,63}"}
 FREE_DEPTH = 3  # of values that a schema leaves open
 MAX_REFERENCES = 16  # inside each other
+MAX_VALUES = 2000  # in the schema of one tool, with what its references stand for
+MAX_MEMBERS = 100  # of an object, or counted ones of an array
 NOTHING: TagShape = {"type": "const_string", "value": ""}
 
 
@@ -35,11 +37,14 @@ class GemmaShapes:
     def __init__(self, quote: str, schema: Any) -> None:
         self._quote = quote
         self._schema = schema
+        self._num_values = 0
 
     def root(self) -> TagShape:
         return self._object(self._schema, 0)
 
     def _value(self, schema: Any, depth: int) -> TagShape:
+        self._num_values += 1
+        _check_size(self._num_values, MAX_VALUES, "values")
         if not isinstance(schema, Mapping) or not schema:
             return self._free(FREE_DEPTH)
         for name in schema:
@@ -95,6 +100,7 @@ class GemmaShapes:
     def _array(self, schema: Mapping[str, Any], depth: int) -> TagShape:
         item = self._value(schema.get("items", {}), depth + 1)
         least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        _check_size(max(least, most or 0), MAX_MEMBERS, "items")
         if most is None:
             more = _list(item, at_least_one=False)
             needed = [part for _ in range(least) for part in (item, _text(","))]
@@ -109,6 +115,7 @@ class GemmaShapes:
         properties = schema.get("properties") or {}
         if not properties:
             return self._free_object(FREE_DEPTH) if schema.get("additionalProperties") is not False else _text("{}")
+        _check_size(len(properties), MAX_MEMBERS, "properties of an object")
         required = schema.get("required", ())
         members = [
             (_sequence([_text(f"{name}:"), self._value(each, depth + 1)]), name in required)
@@ -135,6 +142,11 @@ class GemmaShapes:
         if isinstance(value, (list, Mapping)):
             raise InvalidRequest("lists and objects in an enum cannot be enforced in the calls of this model", "tools")
         return json.dumps(value)
+
+
+def _check_size(size: int, most: int, what: str) -> None:
+    if size > most:
+        raise InvalidRequest(f"more than {most} {what} cannot be enforced in the calls of this model", "tools")
 
 
 def _members(members: Sequence[tuple[TagShape, bool]]) -> TagShape:
