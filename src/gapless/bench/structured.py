@@ -72,6 +72,15 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """One run of a mixture."""
+
+    elapsed_s: float
+    busy_s: float  # of the device
+    num_ended_early: int
+
+
+@dataclass(frozen=True, slots=True)
 class Throughput:
     """Tokens a second in the median round, and relative to free text of the same rounds."""
 
@@ -80,6 +89,7 @@ class Throughput:
     is_new: bool
     tokens_per_s: float
     of_free: float
+    busy: float  # share of the time in which the device worked, in all rounds
     num_ended_early: int
 
 
@@ -143,37 +153,43 @@ class StructuredBench:
         variants = [Mixture(rows, 0)]
         variants += [Mixture(rows, share, is_new) for is_new in (False, True) for share in self._args.shares]
         known = [self._schema() for _ in range(rows)]
-        times: dict[Mixture, list[float]] = {variant: [] for variant in variants}
-        early = dict.fromkeys(variants, 0)
+        played: dict[Mixture, list[RoundTimes]] = {variant: [] for variant in variants}
         for number in range(self._args.rounds + 1):
             for variant in variants:
                 fresh = [self._schema() for _ in range(variant.num_structured)] if variant.is_new else known
-                elapsed_s, num_early = self._round(variant, fresh)
+                found = self._round(variant, fresh)
                 if number > 0:
-                    times[variant].append(elapsed_s)
-                    early[variant] += num_early
-        free_s = statistics.median(times[variants[0]])
-        return [self._rate(variant, times[variant], free_s, early[variant]) for variant in variants]
+                    played[variant].append(found)
+        free_s = statistics.median(found.elapsed_s for found in played[variants[0]])
+        return [self._rate(variant, played[variant], free_s) for variant in variants]
 
-    def _rate(self, variant: Mixture, times: Sequence[float], free_s: float, num_early: int) -> Throughput:
-        median_s = statistics.median(times)
-        rate = variant.rows * self._args.max_tokens / median_s
-        return Throughput(variant.rows, variant.share, variant.is_new, rate, free_s / median_s, num_early)
+    def _rate(self, variant: Mixture, played: Sequence[RoundTimes], free_s: float) -> Throughput:
+        median_s = statistics.median(found.elapsed_s for found in played)
+        return Throughput(
+            variant.rows,
+            variant.share,
+            variant.is_new,
+            tokens_per_s=variant.rows * self._args.max_tokens / median_s,
+            of_free=free_s / median_s,
+            busy=sum(found.busy_s for found in played) / sum(found.elapsed_s for found in played),
+            num_ended_early=sum(found.num_ended_early for found in played),
+        )
 
-    def _round(self, variant: Mixture, schemas: Sequence[Any]) -> tuple[float, int]:
-        """Seconds, and requests that ended early. Structured requests are spread evenly over the rows."""
+    def _round(self, variant: Mixture, schemas: Sequence[Any]) -> RoundTimes:
+        """Structured requests are spread evenly over the rows."""
         share = variant.num_structured / variant.rows
         chosen = [int((row + 1) * share) > int(row * share) for row in range(variant.rows)]
         shapes = iter(schemas)
         jobs = [self._job(row, next(shapes) if is_chosen else None) for row, is_chosen in enumerate(chosen)]
         with heap_frozen():
-            begin_s = time.perf_counter()
+            before = self._llm.stats()
             found = [completion for _, completion in self._llm.run(enumerate(jobs))]
-            elapsed_s = time.perf_counter() - begin_s
+            spent = self._llm.stats() - before
         for completion in found:
             if completion.error is not None:
                 raise ConfigError(f"a request failed: {completion.error}")
-        return elapsed_s, sum(len(completion.token_ids) < self._args.max_tokens for completion in found)
+        num_early = sum(len(completion.token_ids) < self._args.max_tokens for completion in found)
+        return RoundTimes(spent.time_s, spent.busy_s, num_early)
 
     def first_tokens(self) -> list[FirstToken]:
         """Of free and structured requests one at a time, and of a free one that comes with a new schema."""
@@ -230,11 +246,11 @@ class StructuredBench:
 
 
 def format_rates(rates: Sequence[Throughput]) -> str:
-    lines = [f"{'rows':>5} {'structured':>10} {'schemas':>8} {'tok/s':>10} {'of free':>8}"]
+    lines = [f"{'rows':>5} {'structured':>10} {'schemas':>8} {'tok/s':>10} {'of free':>8} {'busy':>6}"]
     for rate in rates:
         kind = "" if rate.share == 0 else "new" if rate.is_new else "known"
         early = f"  {rate.num_ended_early} ended early" if rate.num_ended_early else ""
-        numbers = f"{rate.tokens_per_s:>10,.1f} {rate.of_free:>8.1%}"
+        numbers = f"{rate.tokens_per_s:>10,.1f} {rate.of_free:>8.1%} {rate.busy:>6.1%}"
         lines.append(f"{rate.rows:>5} {rate.share:>9}% {kind:>8} {numbers}{early}")
     return "\n".join(lines)
 
