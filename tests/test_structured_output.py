@@ -22,7 +22,7 @@ from gapless.guides.compiler import Compiler
 from gapless.models.gguf_file import GGUFFile
 from gapless.text.tokenizer import Tokenizer
 from many_schemas import SCHEMAS
-from tiny import CPU, write_dummy
+from tiny import CPU, ids, write_dummy
 
 NUM_REQUESTS = 1000
 SCHEMA = {
@@ -191,6 +191,17 @@ def test_async(tiny_dir: Path) -> None:
                 await llm.generate("x", SamplingParams(structured={"regex": "(a"}))
 
     asyncio.run(main())
+
+
+def test_a_shape_goes_with_bad_tokens(tiny_llm: LLM) -> None:
+    choices = {"choice": ["left", "right"]}
+    for bad, expected in (("r", "left"), ("l", "right")):
+        params = SamplingParams(structured=choices, bad_token_ids=ids(bad))
+        assert {found.text for found in tiny_llm.generate(["x"] * 5, params)} == {expected}
+    (found,) = tiny_llm.generate("x", SamplingParams(structured=choices, bad_token_ids=ids("rl")))
+    assert found.finish_reason == "error"
+    assert "leave no token here" in (found.error or "")
+    assert tiny_llm.generate("x", SamplingParams(structured=choices))[0].finish_reason == "stop"
 
 
 def wait_before_compiling(monkeypatch: pytest.MonkeyPatch, go: threading.Event) -> None:

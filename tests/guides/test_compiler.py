@@ -122,6 +122,8 @@ HOSTILE = {
         "json_schema": {"allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {}}} for j in range(6)]} for i in range(7)]}
     },
     "an enum as large as allowed": {"json_schema": {"enum": [f"v{i}" for i in range(40_000)]}},
+    "an optional symbol, very often": {"grammar": "start: " + "a? " * 8000 + '\na: "x"'},
+    "letters repeated twice": {"grammar": 'start: A\nA: ("a"{1000}){1000}'},
     "thousands of optional properties": {"json_schema": {"properties": {f"p{i}": {} for i in range(3000)}}},
 }
 

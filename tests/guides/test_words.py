@@ -56,7 +56,8 @@ def test_all_that_is_asked_for_counts() -> None:
     joined = join(guide, None, WordGuide([(1, 1)]))
     assert joined is not None
     joined.advance(np.array([1], np.int32))
-    assert allowed_by(joined) == set()
+    with pytest.raises(InvalidRequest, match="leave no token here"):
+        allowed_by(joined)
     assert guide_of(SamplingParams(), VOCAB) is None
 
 

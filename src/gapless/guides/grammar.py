@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +18,15 @@ from gapless.errors import InvalidRequest
 from gapless.guides.sources import source_of
 from gapless.guides.vocabulary import Vocabulary
 
-# Half of llguidance's limits for a step and a fifth of its limit for memory: masks are filled between two steps.
+# A quarter of llguidance's own limits for a step, and less for memory: masks are filled between two steps.
 LIMITS = LLParserLimits(
-    step_lexer_fuel=100_000,
-    step_max_items=25_000,
+    step_lexer_fuel=50_000,
+    step_max_items=12_500,
     max_lexer_states=50_000,
-    max_grammar_size=300_000,
+    max_grammar_size=60_000,
     verbose_errors=False,
 )
-NUM_TRIED = 4  # tokens of a first text
+NUM_TRIED, TRIED_S = (4, 64), 0.002  # tokens of a first text: at least and at most, and more only for this time
 _STATE = re.compile("<non-verbose/>|<backtrace>|<state>")  # what follows is not for clients
 
 
@@ -46,8 +47,10 @@ class Grammar:
 
     def _try(self) -> None:
         """Walk a few tokens into a random text and back: builds what guides need first, and finds what is too slow."""
-        matcher, draw = self._first, random.Random(0)
-        for _ in range(NUM_TRIED):
+        matcher, draw, begin_s = self._first, random.Random(0), time.perf_counter()
+        for number in range(NUM_TRIED[1]):
+            if number >= NUM_TRIED[0] and time.perf_counter() - begin_s > TRIED_S:
+                break
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             self._check()
             if matcher.is_stopped():

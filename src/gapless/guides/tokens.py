@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gapless.core.guide import MASK_BITS, Guide, mask_words
+from gapless.errors import InvalidRequest
 
 Mask = npt.NDArray[np.int32]
 
@@ -55,6 +56,8 @@ class AllOf:
         for guide in others:
             guide.fill(one)
             out &= one
+        if not out.any():
+            raise InvalidRequest("the shape, the allowed and the bad tokens leave no token here", "structured")
 
 
 def join(*guides: Guide | None) -> Guide | None:
