@@ -7,11 +7,13 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gapless.core.structured import read_structured
 from gapless.errors import InvalidRequest
 from gapless.guides import compiler as module
+from gapless.guides import grammar as grammar_module
 from gapless.guides.compiler import Compiler
 from gapless.guides.grammar import Grammar
 from gapless.guides.vocabulary import Vocabulary
@@ -92,6 +94,27 @@ def test_the_vocabulary_is_loaded_once_and_its_failure_is_told(vocabulary: Vocab
         start(compiler, regex=text).result(PATIENCE_S)
     assert len(loads) == 2
     compiler.close()
+
+
+def test_a_grammar_in_use_gets_more_matchers(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of one matcher wait for each other."""
+    monkeypatch.setattr(grammar_module, "MAX_MATCHERS", 3)
+    grammar = start(compiler, regex="a+").result(PATIENCE_S)
+    guides = [grammar.guide() for _ in range(6)]
+    deadline_s = time.monotonic() + PATIENCE_S
+    while len(grammar._matchers) < 3 and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert len({guide.group for guide in guides}) == 3
+
+
+def test_a_grammar_that_reached_a_limit_is_compiled_again(compiler: Compiler) -> None:
+    """Its automaton is shared by all guides, and stays as large as it is."""
+    first = start(compiler, regex="ab")
+    guide = first.result(PATIENCE_S).guide()
+    with pytest.raises(InvalidRequest):
+        guide.advance(np.array([5, 6], np.int32))
+    assert start(compiler, regex="ab") is not first
+    assert start(compiler, regex="ab").result(PATIENCE_S).is_spent is False
 
 
 def chain(length: int) -> dict[str, Any]:

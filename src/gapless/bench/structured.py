@@ -134,8 +134,7 @@ def _options(args: argparse.Namespace, engine: EngineOptions) -> Iterator[Engine
         yield engine
         return
     with tempfile.TemporaryDirectory() as folder:
-        config = {**SHAPES[args.shape], "eos_token_id": [SHAPES[args.shape]["vocab_size"] - 1]}
-        Path(folder, "config.json").write_text(json.dumps(config))
+        Path(folder, "config.json").write_text(json.dumps(SHAPES[args.shape]))
         shutil.copy(args.tokenizer, Path(folder, "tokenizer.json"))
         yield replace(engine, model=folder, load_format="dummy", max_model_len=2048)
 

@@ -43,7 +43,9 @@ class Compiler:
         self._settle_lock = threading.RLock()  # callbacks of a future run inside it
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
-        self._jobs: queue.SimpleQueue[tuple[Structured, Future[Grammar]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Structured, Future[Grammar]] | Callable[[], None] | None] = (
+            queue.SimpleQueue()
+        )
         self._kept: OrderedDict[Structured, Future[Grammar]] = OrderedDict()  # the last used at the end
         self._kept_bytes = 0
         self._num_threads = 0
@@ -53,7 +55,7 @@ class Compiler:
         """The grammar, now or later; a failure is InvalidRequest. A source that is known is not compiled again."""
         with self._lock:
             found = self._kept.get(structured)
-            if found is not None:
+            if found is not None and not _is_spent(found):
                 self._kept.move_to_end(structured)
                 return found
             future: Future[Grammar] = Future()
@@ -84,8 +86,8 @@ class Compiler:
                 self._jobs.put(None)
 
     def _keep(self, structured: Structured, future: Future[Grammar]) -> None:
+        self._kept_bytes += len(structured.text) if structured not in self._kept else 0
         self._kept[structured] = future
-        self._kept_bytes += len(structured.text)
         while len(self._kept) > MAX_KEPT or (self._kept_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
             old, _ = self._kept.popitem(last=False)
             self._kept_bytes -= len(old.text)
@@ -101,6 +103,10 @@ class Compiler:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if callable(job):
+                with contextlib.suppress(InvalidRequest):  # it compiled before; the grammar goes on with what it has
+                    job()
+                continue
             structured, future = job
             if future.done():  # refused while it waited
                 continue
@@ -118,7 +124,7 @@ class Compiler:
         """The library is loaded here: an engine that is never asked for a shape does without it."""
         from gapless.guides.grammar import Grammar
 
-        return Grammar(structured, self._loaded())
+        return Grammar(structured, self._loaded(), self._jobs.put)
 
     def _may_leave(self) -> bool:
         """Whether a new thread has taken the place of this one, which was thought to be stuck."""
@@ -152,3 +158,7 @@ class Compiler:
                 self.num_compiled += 1
                 future.set_result(found)
         return True
+
+
+def _is_spent(future: Future[Grammar]) -> bool:
+    return future.done() and future.exception() is None and future.result().is_spent

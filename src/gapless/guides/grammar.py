@@ -1,13 +1,15 @@
 """A guide by a grammar: llguidance's matcher, advanced by facts, asked for masks.
 
-A compiled grammar is a matcher in its first state, whose first mask is known. A guide is a copy of it.
+A compiled grammar has a few matchers in their first state, whose first masks are known. A guide copies one of them.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -27,59 +29,111 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 NUM_TRIED, TRIED_S = (4, 64), 0.002  # tokens of a first text: at least and at most, and more only for this time
+MAX_MATCHERS = max(1, min(8, (os.cpu_count() or 1) // 2))  # of one grammar
 _STATE = re.compile("<non-verbose/>|<backtrace>|<state>")  # what follows is not for clients
 
 
 class Grammar:
-    """A structured value, compiled for a vocabulary."""
+    """A structured value, compiled for a vocabulary.
 
-    def __init__(self, structured: Structured, vocabulary: Vocabulary) -> None:
-        """Raises InvalidRequest. May take seconds and a deep stack; holds no interpreter lock for most of it."""
-        self._structured = structured
-        self._num_words = vocabulary.num_words
-        self._first = LLMatcher(vocabulary.tokenizer, source_of(structured, vocabulary), log_level=0, limits=LIMITS)
-        self._check()
-        self._try()
+    Copies of a matcher share an automaton, which grows while it is used, and a lock: their masks are filled one after
+    the other. A grammar that is used again therefore gets several matchers, compiled in the background.
+    """
+
+    def __init__(
+        self,
+        structured: Structured,
+        vocabulary: Vocabulary,
+        in_background: Callable[[Callable[[], None]], None] = lambda job: None,
+    ) -> None:
+        """Raises InvalidRequest. May take seconds and a deep stack; holds no interpreter lock for most of it.
+
+        in_background: calls a function later, on a thread like this one.
+        """
+        self.structured = structured
+        self.num_words = vocabulary.num_words
+        self.is_spent = False  # its automaton has reached a limit: compile it again
+        self._tokenizer = vocabulary.tokenizer
+        self._source = source_of(structured, vocabulary)
+        self._in_background = in_background
+        self._matchers = [self._compile()]
+        self._num_guides = 0
+        self._num_taken = 0
 
     def guide(self) -> GrammarGuide:
         """A guide at the begin of a text."""
-        return GrammarGuide(self._first.deep_copy(), self._structured, self._num_words)
+        self._num_guides += 1
+        if self._num_guides == 2 and len(self._matchers) < MAX_MATCHERS:
+            self._in_background(self._compile_more)
+        return GrammarGuide(self)
 
-    def _try(self) -> None:
-        """Walk a few tokens into a random text and back: builds what guides need first, and finds what is too slow."""
-        matcher, draw, begin_s = self._first, random.Random(0), time.perf_counter()
+    def take(self) -> tuple[LLMatcher, int]:
+        """A matcher for a guide, and the number of those that it shares an automaton with."""
+        matcher = self._matchers[self._num_taken % len(self._matchers)]
+        self._num_taken += 1
+        return matcher.deep_copy(), id(matcher)
+
+    def failure(self, matcher: LLMatcher) -> InvalidRequest:
+        self.is_spent = True
+        return self.structured.refuse(plain(matcher.get_error()))
+
+    def _compile_more(self) -> None:
+        while len(self._matchers) < MAX_MATCHERS:
+            self._matchers.append(self._compile())
+
+    def _compile(self) -> LLMatcher:
+        """Then walk a few tokens into a random text and back: builds what guides need, and finds what is too slow."""
+        matcher = LLMatcher(self._tokenizer, self._source, log_level=0, limits=LIMITS)
+        draw, begin_s = random.Random(0), time.perf_counter()
+        self._check(matcher)
         for number in range(NUM_TRIED[1]):
             if number >= NUM_TRIED[0] and time.perf_counter() - begin_s > TRIED_S:
                 break
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-            self._check()
+            self._check(matcher)
             if matcher.is_stopped():
                 break
             matcher.consume_token(draw.choice(np.flatnonzero(np.unpackbits(mask, bitorder="little"))).item())
         matcher.reset()
-        self._check()
+        self._check(matcher)
+        return matcher
 
-    def _check(self) -> None:
-        if self._first.is_error():
-            raise self._structured.refuse(plain(self._first.get_error()))
+    def _check(self, matcher: LLMatcher) -> None:
+        if matcher.is_error():
+            raise self.failure(matcher)
 
 
 class GrammarGuide:
-    """The tokens that may come next in one text."""
+    """The tokens that may come next in one text. Takes a matcher when it is first asked, not when it is made."""
 
     waits = True
 
-    def __init__(self, matcher: LLMatcher, structured: Structured, num_words: int) -> None:
-        self.matcher = matcher
-        self._structured = structured
-        self.num_words = num_words  # of the masks that the matcher fills
+    def __init__(self, grammar: Grammar) -> None:
+        self.num_words = grammar.num_words  # of the masks that the matcher fills
         self.is_over = False  # nothing but the end can come
+        self._grammar = grammar
+        self._taken: tuple[LLMatcher, int] | None = None
+
+    @property
+    def matcher(self) -> LLMatcher:
+        return self._take()[0]
+
+    @property
+    def group(self) -> int:
+        """Guides of one group are filled one after the other."""
+        return self._take()[1]
+
+    def _take(self) -> tuple[LLMatcher, int]:
+        if self._taken is None:
+            self._taken = self._grammar.take()
+        return self._taken
 
     def advance(self, tokens: npt.NDArray[np.int32]) -> None:
         if len(tokens):
-            self.matcher.consume_tokens(tokens.tolist())
-            self.check()
-            self.is_over = self.matcher.is_stopped()
+            matcher = self._take()[0]
+            if not matcher.consume_tokens(tokens.tolist()):
+                raise self._grammar.failure(matcher)
+            self.is_over = matcher.is_stopped()
 
     def fill(self, out: npt.NDArray[np.int32]) -> None:
         mask = out if len(out) == self.num_words else np.empty(self.num_words, np.int32)
@@ -90,11 +144,9 @@ class GrammarGuide:
 
     def check(self) -> None:
         """Raise InvalidRequest if the grammar turned out to be too complex at this place."""
-        if self.matcher.is_error():
-            raise self.failure()
-
-    def failure(self) -> InvalidRequest:
-        return self._structured.refuse(plain(self.matcher.get_error()))
+        matcher = self._take()[0]
+        if matcher.is_error():
+            raise self._grammar.failure(matcher)
 
 
 def plain(error: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
@@ -26,13 +27,17 @@ def fill_masks(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> Mapping[i
     """
     width = out.shape[1]
     together = [
-        (guide.matcher, index) for index, guide in enumerate(guides) if is_grammar(guide) and guide.num_words == width
+        (guide.group, index, guide.matcher)
+        for index, guide in enumerate(guides)
+        if is_grammar(guide) and guide.num_words == width
     ]
     if len(together) <= FEW:
         together = []
     else:
-        _executor().unsafe_compute_mask_ptr(together, out.ctypes.data, width * out.itemsize, len(out))
-    filled = {index for _, index in together}
+        together.sort(key=itemgetter(0))  # neighbours go to one thread, and guides of a group wait for each other
+        pairs = [(matcher, index) for _, index, matcher in together]
+        _executor().unsafe_compute_mask_ptr(pairs, out.ctypes.data, width * out.itemsize, len(out))
+    filled = {index for _, index, _ in together}
     errors: dict[int, Exception] = {}
     for index, guide in enumerate(guides):
         try:

@@ -13,6 +13,14 @@ from gapless.core.guide import mask_words
 from gapless.errors import UnsupportedModel
 from gapless.text.tokenizer import Tokenizer
 
+_LETTER = r'[^"\\\x00-\x1F\x7F]'
+# Tokens by length: where a string of bounded length has room for all that short, they are allowed without a look.
+SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_LETTER}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 12, 16, 20, 30)),
+    f"{_LETTER}+",
+)
+
 
 class Vocabulary:
     """The tokens of a model, as grammars see them."""
@@ -20,7 +28,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """vocab_size: the model's. Ids that the tokenizer lacks never come in a guided text."""
         size = max(vocab_size, tokenizer.vocab_size)
-        self.tokenizer = _read(tokenizer, size, list(eos_token_ids))
+        self.tokenizer = _read(tokenizer, size, [id for id in eos_token_ids if id < tokenizer.vocab_size])
         self.num_words = mask_words(size)  # of a mask; more than the model's if the tokenizer has more tokens
         self._control = tokenizer.control
 
@@ -40,7 +48,7 @@ def _read(tokenizer: Tokenizer, size: int, eos_token_ids: list[int]) -> LLTokeni
         if tokenizer.decoder_steps == ("Fuse",):
             words = _Words(tokenizer, eos_token_ids)
             return LLTokenizer(TokenizerWrapper(words), n_vocab=size, eos_token=words.eos_token_id)
-        return LLTokenizer(tokenizer.definition, n_vocab=size, eos_token=eos_token_ids or None)
+        return LLTokenizer(tokenizer.definition, n_vocab=size, eos_token=eos_token_ids or None, slices=list(SLICES))
     except ValueError as error:
         raise UnsupportedModel(f"structured output does not support this model's tokenizer: {error}") from error
 
