@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -59,6 +60,27 @@ def test_a_strong_frequency_penalty_repeats_no_token(tiny_llm: LLM) -> None:
     found = tiny_llm.generate("Hello", SamplingParams(**values, **same, frequency_penalty=2.0, presence_penalty=2.0))[0]
     assert len(set(found.token_ids)) > 15
     assert all(one != other for one, other in zip(found.token_ids, found.token_ids[1:], strict=False))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_processed_log_probabilities_are_of_what_is_drawn_from(make_llm, native: bool) -> None:
+    ids = list(range(40, 48))
+    values = {"max_tokens": 9, "temperature": 0.7, "seed": 4, "ignore_eos": True, "allowed_token_ids": ids}
+    values |= {"frequency_penalty": 1.0, "top_k": 5, "logprobs": 10}
+    for depth in (1, 3):
+        llm = make_llm(depth=depth, native=native, dtype="float32")
+        modes = [SamplingParams(**values, logprobs_mode=mode) for mode in ("raw_logprobs", "processed_logprobs")]
+        raw, processed = llm.generate(["Hello"] * 2, modes)
+        assert raw.token_ids == processed.token_ids
+        assert raw.logprobs is not None
+        assert processed.logprobs is not None
+        for one, other in zip(raw.logprobs, processed.logprobs, strict=True):
+            likely = {token: logprob for token, logprob in other.top if logprob > -math.inf}
+            assert len(other.top) == 10
+            assert len(likely) == 5
+            assert set(likely) <= set(ids)
+            assert sum(map(math.exp, likely.values())) == pytest.approx(1.0, abs=1e-5)
+            assert likely[other.token] == other.logprob > one.logprob
 
 
 @pytest.mark.parametrize(

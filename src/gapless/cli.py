@@ -36,6 +36,7 @@ SAMPLING_HELP = {
     "frequency_penalty": "subtract for each time that a token was in the output",
     "include_stop_str_in_output": "keep the stop string, or the stop token's text, in the text",
     "ignore_eos": "continue past the end-of-sequence token",
+    "logprobs_mode": "raw_logprobs, or processed_logprobs: of the logits that tokens are drawn from",
     "n": "completions of each prompt, each with a seed of its own",
     "best_of": "generate this many, and return the n with the highest mean log-probability",
 }

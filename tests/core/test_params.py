@@ -92,6 +92,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": MAX_LOGPROBS + 1}, "logprobs must be between 0 and 20, got 21"),
     ({"logprobs": True}, "logprobs must be a whole number, got True"),
     ({"logprobs": 2.0}, "logprobs must be a whole number, got 2.0"),
+    ({"logprobs_mode": "raw"}, "logprobs_mode must be raw_logprobs or processed_logprobs, got 'raw'"),
     ({"prompt_logprobs": "5"}, "prompt_logprobs must be a whole number, got '5'"),
     ({"prompt_logprobs": 21}, "prompt_logprobs must be between 0 and 20, got 21"),
 ]

@@ -22,7 +22,7 @@ from gapless.core.row_fields import SEAT, need, write_seat
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.runner.processors import SampledRows, forbid_stops, lowest_kept
 from gapless.runner.row_store import RowState, RowStore
-from gapless.runner.sampler import draw, sample, uniform
+from gapless.runner.sampler import draw, judged, sample, uniform
 
 VOCAB = 40
 
@@ -379,6 +379,22 @@ def test_top_n_sigma_and_typical_p_are_those_of_the_oracle(seed: int, kind: str,
         or not oracles.is_clear(*asked)
         or not oracles.is_clear_narrow(logits[0], params)
     )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_processed_scores_are_of_the_distribution_and_others_of_the_model(temperature: float) -> None:
+    changes = {"top_k": 9, "top_p": 0.9, "repetition_penalty": 1.4, "logit_bias": {3: 2.0}, "typical_p": 0.95}
+    mode = {"logprobs": 3, "logprobs_mode": "processed_logprobs"}
+    params = [SamplingParams(temperature=temperature, **changes, **more) for more in (mode, {"logprobs": 3})]
+    prompts, outputs, logits = [[1, 2]] * 2, [[5, 5, 7]] * 2, random_logits(3, 2)
+    store, needs = rows_with(params, prompts, outputs, VOCAB)
+    sampled = SampledRows(torch.arange(2), torch.full((2,), 5), store.state)
+    raw = torch.from_numpy(logits)
+    found = judged(raw, raw, sampled, needs).log_softmax(dim=1).exp().numpy()
+    wanted = oracles.adjust(logits[0], params[0], [1, 2], [5, 5, 7])
+    own = oracles.distribution(wanted, params[0] if temperature else SamplingParams())
+    np.testing.assert_allclose(found[0], own, atol=1e-6)
+    np.testing.assert_allclose(found[1], oracles.distribution(logits[1], SamplingParams()), atol=1e-6)
 
 
 # -- masks ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ MAX_STOP_IDS = 16  # stop token ids of one request, the model's end-of-sequence 
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 1024  # candidates of one prompt
 MAX_LOGPROBS = 20  # most alternatives returned with each token
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 MAX_BIASES = 1024  # tokens with a bias
 MAX_BAD_WORDS = 1024
 MAX_WORD = 256  # characters of a bad word, or tokens
@@ -47,6 +48,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # keep the stop string, or the stop token's text, in the text
     ignore_eos: bool = False  # continue past the model's end-of-sequence token
     logprobs: int | None = None  # log-probability of each generated token, and of the k likeliest
+    logprobs_mode: str = "raw_logprobs"  # of the model's logits, or "processed_logprobs": of those that are drawn from
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     n: int = 1  # completions to return, each with a seed of its own
     best_of: int | None = None  # completions to generate; the n with the highest mean log-probability are returned
@@ -84,6 +86,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            known = " or ".join(LOGPROBS_MODES)
+            raise InvalidRequest(f"logprobs_mode must be {known}, got {self.logprobs_mode!r}", "logprobs_mode")
         _check_choices(self.n, self.best_of)
         if self.structured is not None:
             object.__setattr__(self, "structured", read_structured(self.structured))

@@ -59,6 +59,10 @@ def _is_adjusted(request: Request) -> bool:
     return narrows or params.has_penalties or len(params.logit_bias) > 0 or request.guide is not None
 
 
+def _has_processed_scores(request: Request) -> bool:
+    return request.params.logprobs is not None and request.params.logprobs_mode == "processed_logprobs"
+
+
 FIELDS = (
     RowField("seed", np.int64, lambda request: request.seed),
     RowField("temperature", np.float32, lambda request: request.params.temperature, neutral=0.0),  # 0 is greedy
@@ -73,6 +77,7 @@ FIELDS = (
     RowField("top_n_sigma", np.float32, _if_drawn("top_n_sigma", 0.0), neutral=0.0),
     RowField("typical_p", np.float32, _if_drawn("typical_p", 1.0), neutral=1.0),
     RowField("adjusted", np.int32, _is_adjusted),  # a GPU's sampler reads a copy of the row's logits
+    RowField("processed_scores", np.int32, _has_processed_scores, neutral=0),
     RowField("masked", np.int32, lambda request: request.guide is not None, neutral=0),  # the row's mask counts
     RowField("stop_ids", np.int32, _stop_ids, width=MAX_STOP_IDS),  # NO_TOKEN where there are fewer
 )
@@ -90,6 +95,7 @@ def need(*names: str) -> int:
 
 COUNTED = need("repetition_penalty", "presence_penalty", "frequency_penalty")  # rows whose tokens are counted
 BIASED = need("num_biases")
+PROCESSED_SCORES = need("processed_scores")
 
 
 def write_seat(seats: npt.NDArray[Any], row: int, request: Request) -> int:

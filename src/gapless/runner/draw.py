@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from gapless.core.plan import score_width
-from gapless.core.row_fields import ALL_NEEDS, BIASED, COUNTED, need
+from gapless.core.row_fields import ALL_NEEDS, BIASED, COUNTED, PROCESSED_SCORES, need
 from gapless.kernels.adjust import adjust
 from gapless.kernels.argmax import argmax
 from gapless.kernels.draw import draw
@@ -19,7 +19,9 @@ from gapless.runner.row_store import seat_columns
 
 DRAWN = need("temperature", "top_k", "top_p", "min_p", "min_total")  # read by kernels/draw
 ADJUSTED = COUNTED | BIASED | need("masked", "top_n_sigma", "typical_p")  # read by kernels/adjust
-assert DRAWN | ADJUSTED == ALL_NEEDS, "no kernel reads one of the row fields: a GPU would ignore it without a word"
+assert DRAWN | ADJUSTED | PROCESSED_SCORES == ALL_NEEDS, (
+    "no kernel reads one of the row fields: a GPU would ignore it without a word"
+)
 
 
 def pick(logits: torch.Tensor, sampled: SampledRows, needs: int, *, sizes: ShortlistSizes = SIZES) -> torch.Tensor:

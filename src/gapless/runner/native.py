@@ -18,6 +18,7 @@ from torch import Tensor
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray
+from gapless.core.row_fields import PROCESSED_SCORES
 from gapless.device.base import Buffer, Device
 from gapless.errors import CapacityError
 from gapless.models.config import ModelConfig
@@ -41,7 +42,7 @@ from gapless.runner.fill import Filled, Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
 from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import RowStore
-from gapless.runner.sampler import sample
+from gapless.runner.sampler import judged, sample
 from gapless.runner.steering import Steering
 from gapless.runner.step import Targets, write_scores
 
@@ -209,6 +210,10 @@ class NativeRunner:
         raw = self.logits[scored]  # a copy, for a sampler may write on the logits
         tokens = out[: plan.num_samples]
         process(self.logits[: plan.num_samples], calls)
+        if plan.needs & PROCESSED_SCORES:
+            rows = packed.sample_rows.long()[scored]
+            sampled = SampledRows(rows, self.rows.length[rows], self.rows.state)
+            raw = judged(raw, self.logits[scored], sampled, plan.needs)
         if plan.num_samples:
             tokens[:] = self._sample(packed.sample_rows.long(), plan.needs)
         if plan.num_scores:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,12 +15,14 @@ from gapless.attention.base import AttentionBatch, Span
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray
+from gapless.core.row_fields import PROCESSED_SCORES
 from gapless.device.base import Buffer, Device
 from gapless.runner.calls import Call, processed
 from gapless.runner.fill import Filled, Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
 from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import RowStore
+from gapless.runner.sampler import judged
 from gapless.runner.steering import Steering
 from gapless.runner.step import Inputs, Outputs, Predicted, Step, Targets, write_scores
 
@@ -89,7 +91,11 @@ class Runner:
         half, self._half = self._half, None
         assert half is not None, "nothing was computed to sample from"
         packed = half.packed
-        found = self._step.sample(half.found, half.sampled, plan.needs, processed(half.found.logits, calls))
+        logits = processed(half.found.logits, calls)
+        found = self._step.sample(half.found, half.sampled, plan.needs, logits)
+        if plan.needs & PROCESSED_SCORES:
+            source = found.logits if logits is None else logits
+            found = replace(found, logits=judged(found.logits, source, half.sampled, plan.needs))
         self.rows.advance(packed, found.tokens, plan.needs)
         out[: plan.num_samples] = found.tokens
         if plan.num_scores:

@@ -10,7 +10,7 @@ import torch
 
 from gapless.core.plan import NO_SAMPLE
 from gapless.core.row_fields import need
-from gapless.runner.processors import PROCESSORS, SampledRows
+from gapless.runner.processors import PROCESSORS, Fields, SampledRows
 
 DRAWS = need("temperature")
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's constants, as signed numbers
@@ -23,15 +23,30 @@ def sample(logits: torch.Tensor, sampled: SampledRows, needs: int) -> torch.Tens
     """
     logits = logits.float()
     fields = sampled.fields(needs) if needs else {}
-    for processor in PROCESSORS:
-        if needs & processor.needs:
-            logits = processor.apply(logits, fields)
+    logits = _process(logits, fields, needs)
     tokens = logits.argmax(dim=-1)  # of NaN, if there is any
     has_top = logits.gather(1, tokens[:, None]).squeeze(1).isfinite()
     if needs & DRAWS:
         drawn = draw(logits, uniform(fields["seed"], fields["place"]))
         tokens = torch.where(fields["temperature"] > 0, drawn, tokens)
     return torch.where(has_top, tokens, NO_SAMPLE)
+
+
+def judged(raw: torch.Tensor, logits: torch.Tensor, sampled: SampledRows, needs: int) -> torch.Tensor:
+    """The logits [n, vocab] that log-probabilities are of: `raw`, or for rows that want it what tokens are drawn from.
+
+    logits: those that the sampler is given. To be called before the step's tokens are counted.
+    """
+    fields = sampled.fields(needs)
+    is_processed = fields["processed_scores"][:, None] > 0
+    return torch.where(is_processed, _process(logits.float(), fields, needs), raw.float())
+
+
+def _process(logits: torch.Tensor, fields: Fields, needs: int) -> torch.Tensor:
+    for processor in PROCESSORS:
+        if needs & processor.needs:
+            logits = processor.apply(logits, fields)
+    return logits
 
 
 def draw(logits: torch.Tensor, uniform_: torch.Tensor) -> torch.Tensor:

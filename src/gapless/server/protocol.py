@@ -65,6 +65,7 @@ class Sampling(Body):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None, description="before this many, neither a stop token nor a stop string ends the text"
     )
+    logprobs_mode: str | None = Field(None, description="raw_logprobs (default) or processed_logprobs")
     typical_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_n_sigma: Annotated[float, Field(ge=-1, le=100)] | None = Field(None, description="0 or -1 keeps all tokens")
     repetition_penalty: float | None = Field(None, description="of tokens in prompt or output; 1 is none")

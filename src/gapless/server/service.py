@@ -43,6 +43,7 @@ SHARED = (  # parameters that have the same name in a body and in SamplingParams
     "top_k",
     "min_p",
     "min_tokens",
+    "logprobs_mode",
     "typical_p",
     "top_n_sigma",
     "repetition_penalty",
