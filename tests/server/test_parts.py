@@ -501,7 +501,7 @@ def test_a_long_text_is_tokenized_while_others_run(tiny_llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("values", "passed"),
     [
-        ({}, {}),
+        ({}, {"add_generation_prompt": True}),
         ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
         ({"continue_final_message": True}, {"add_generation_prompt": False, "continue_final_message": True}),
     ],
@@ -532,4 +532,4 @@ def test_who_speaks_next_is_passed_on_to_the_template(values: dict[str, Any], pa
     body = ChatRequest(messages=[ChatMessage(role="user", content="Hello")], **values)
     with pytest.raises(InvalidRequest, match="enough"):
         asyncio.run(answer_chat(FakeService(), body, "me"))  # type: ignore[arg-type]
-    assert asked == [passed]
+    assert asked == [passed | {"values": {}}]
