@@ -164,6 +164,9 @@ def test_the_ledger_counts_calls_and_time(tiny_dir: Path) -> None:
     assert ledger["logits processor counted: calls"] == calls["all"] > 0
     assert ledger["logits processor counted: µs"] > 0
     assert "logits processor counted: failures" not in ledger
+    assert ledger["two halves: logits processors"] == calls["all"]
+    assert 0 < ledger["two halves: behind the step before"] < calls["all"]
+    assert "two halves: masks" not in ledger
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from gapless import LLM, SamplingParams
+from gapless import LLM, RowFacts, SamplingParams
 from gapless.core.guide import mask_words
 from gapless.core.outcome import Finished, Progress
 from gapless.core.request import Request, int_array
@@ -102,6 +103,55 @@ def test_tokens_are_allowed_and_those_of_depth_1(model: Path) -> None:
         with open_llm(model, batch_invariant=True, **options) as llm:
             assert run(llm, asks()) == first, options
             assert not options.get("num_blocks") or llm.stats().num_preemptions > 0
+
+
+class NoEcho:
+    """The last token does not come again; on the device, without a wait."""
+
+    name, needs_newest = "no-echo", True
+
+    def applies(self, params: SamplingParams) -> bool:
+        return params.temperature == 0
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[RowFacts]) -> torch.Tensor:
+        last = torch.tensor([int(row.tokens[-1]) for row in rows], pin_memory=True).to("cuda", non_blocking=True)
+        return logits.scatter_(1, last[:, None], -torch.inf)
+
+
+class Broken(NoEcho):
+    name = "broken"
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[RowFacts]) -> torch.Tensor:
+        raise KeyError("no")
+
+
+def test_processors_between_two_replays(model: Path) -> None:
+    free_asks = [(prompt, params, None) for prompt, params, _ in asks()]
+    first: list[tuple[int, ...]] | None = None
+    with open_llm(model, batch_invariant=True, depth=2) as llm:
+        free = run(llm, free_asks)
+    for depth in (1, 2, 3):
+        with open_llm(model, batch_invariant=True, depth=depth, logits_processors=[NoEcho()]) as llm:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                found = run(llm, free_asks)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert [key for key in llm.engine.monitor.ledger() if key.startswith("no graph")] == []
+        first = first or found
+        assert found == first
+    for (prompt, params, _), tokens, other in zip(free_asks, found, free, strict=True):
+        if params.temperature == 0:
+            assert all(a != b for a, b in pairwise([prompt[-1], *tokens]))
+        else:
+            assert tokens == other
+    with open_llm(model, batch_invariant=True, depth=2, logits_processors=[Broken()]) as llm:
+        completions = llm.generate([ask[0] for ask in free_asks], [ask[1] for ask in free_asks])
+    for completion, other, (_, params, _) in zip(completions, free, free_asks, strict=True):
+        if params.temperature == 0:
+            assert completion.error == "logits processor broken failed: KeyError: 'no'"
+        else:
+            assert completion.token_ids == other
 
 
 def test_every_step_is_replayed_and_nothing_is_new_or_waits(model: Path) -> None:

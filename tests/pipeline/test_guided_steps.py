@@ -130,6 +130,27 @@ class Spy:
         out[:] = -1
 
 
+class Forbids:
+    """A guide that allows nothing."""
+
+    waits, is_over = True, False
+
+    def advance(self, tokens: IntArray) -> None:
+        pass
+
+    def fill(self, out: IntArray) -> None:
+        out[:] = 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_guide_that_allows_nothing_fails_its_own_request(depth: int) -> None:
+    requests = guided()
+    requests[4].guide = Forbids()
+    outcome = run_on(CheckedDevice(CpuDevice(seed=2)), requests, depth=depth)
+    assert (outcome.reasons["e"], outcome.tokens["e"]) == ("error", [])
+    assert {**outcome.tokens, "e": TRUTH["e"]} == TRUTH
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_guide_hears_each_fact_once_and_no_overrun(depth: int) -> None:
     request = toy_request("a", [3, 1, 4], max_tokens=12)

@@ -104,7 +104,9 @@ class Facts:
 
     def _finish_without_sample(self, row: int) -> Finished:
         """End a request whose logits had no largest number."""
-        return self._finish(self._owner(row), "error", not_finite(int(self._rows.num_tokens[row])))
+        request = self._owner(row)
+        error = not_finite(int(self._rows.num_tokens[row]), controlled=request.is_controlled)
+        return self._finish(request, "error", error)
 
     def _owner(self, row: int) -> Request:
         request = self._rows.request[row]

@@ -65,9 +65,11 @@ class Counters:
     num_recomputed: int = 0  # positions discarded by preemptions
 
 
-def not_finite(position: int) -> ModelError:
-    """Why a request ends that has nothing to sample from."""
+def not_finite(position: int, *, controlled: bool = False) -> ModelError:
+    """Why a request ends that has nothing to sample from. controlled: a guide or a processor had its say."""
     cause = "the weights are damaged, or their data type overflows: try dtype float32"
+    if controlled:
+        cause = f"its guide or a logits processor leaves no token, or {cause}"
     return ModelError(f"the logits at position {position} are not finite; {cause}")
 
 

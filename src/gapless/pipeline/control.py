@@ -34,6 +34,7 @@ class Control:
 
     def complete(self, executor: Executor, ticket: Ticket) -> tuple[Ticket, Commit]:
         """Have the second half of a step queued; also the requests that ended as their masks were filled."""
+        self._count(ticket.plan)
         complete = executor.complete(ticket, self._masks.fill, self._calls(ticket.plan))
         return complete, Commit(0, (), self._masks.take_ended())
 
@@ -44,6 +45,15 @@ class Control:
         self._recorder.mark(MASKS)
         learned = self._masks.learn(ticket.plan, commit)
         return Commit(learned.num_tokens, learned.progress, (*learned.finished, *ended))
+
+    def _count(self, plan: Plan) -> None:
+        ledger = self._recorder.ledger
+        if len(plan.mask_samples):
+            ledger["two halves: masks"] += 1
+        if len(plan.process_samples):
+            ledger["two halves: logits processors"] += 1
+        if plan.waits:
+            ledger["two halves: behind the step before"] += 1
 
     def _calls(self, plan: Plan) -> tuple[Call, ...]:
         """Each processor once, with all rows of the plan that are its own and whose owner has not left."""
