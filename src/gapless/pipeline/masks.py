@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from gapless.core.outcome import Commit, Finished
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray, LongArray, Request
@@ -29,8 +31,8 @@ class Masks:
     def learn(self, plan: Plan, commit: Commit) -> Commit:
         """A plan was committed: tell the guides of its rows, and add the requests that are over thereby."""
         finished = tuple([self._judge(item) if item.reason == "length" else item for item in commit.finished])
-        for request in self._guided(plan):
-            self._advance(request)
+        for request, num_known in self._guided(plan):
+            self._advance(request, num_known)
         return Commit(commit.num_tokens, commit.progress, finished + self.take_ended())
 
     def fill(self, plan: Plan, rows: LongArray, masks: IntArray) -> int:
@@ -38,7 +40,7 @@ class Masks:
 
         rows: [n], masks: [n, mask_words], for at least as many as the plan wants.
         """
-        requests = [request for request in self._guided(plan) if self._advance(request)]
+        requests = [request for request, num_known in self._guided(plan) if self._advance(request, num_known)]
         rows[: len(requests)] = [request.row for request in requests]
         errors = fill_masks([request.guide for request in requests if request.guide is not None], masks)
         for index, error in errors.items():  # such a row has left; what its mask says is nobody's concern
@@ -51,11 +53,13 @@ class Masks:
         self._ended.clear()
         return found
 
-    def _guided(self, plan: Plan) -> list[Request]:
-        """The requests whose masks the plan wants, without those that have left since."""
-        table, rows = self._scheduler.rows, plan.sample_rows[plan.mask_samples]
-        live = table.epoch[rows] == plan.sample_epochs[plan.mask_samples]
-        return [request for row in rows[live].tolist() if (request := table.request[row]) is not None]
+    def _guided(self, plan: Plan) -> list[tuple[Request, int]]:
+        """The requests whose masks the plan wants, without those that have left since, and their known tokens."""
+        table, rows = self._scheduler.rows, plan.sample_rows[plan.mask_samples].astype(np.int64)
+        rows = rows[table.epoch[rows] == plan.sample_epochs[plan.mask_samples]]
+        owners = [table.request[row] for row in rows.tolist()]
+        pairs = zip(owners, table.num_tokens[rows].tolist(), strict=True)
+        return [(request, num_known) for request, num_known in pairs if request is not None]
 
     def _judge(self, finished: Finished) -> Finished:
         """A request that has reached its limit: its last token may have been the one that makes it complete."""
@@ -68,11 +72,12 @@ class Masks:
             return Finished(request, "error", _failure(request, error))
         return Finished(request, "stop") if is_over else finished
 
-    def _advance(self, request: Request) -> bool:
-        """Tell the guide what it has not heard yet; False if the request is over thereby."""
-        table = self._scheduler.rows
+    def _advance(self, request: Request, num_known: int) -> bool:
+        """Tell the guide what it has not heard yet, mostly nothing; False if the request is over thereby."""
+        if len(request.prompt) + request.num_guided >= num_known:
+            return True
         try:
-            is_over = self._tell(request, table.tokens[request.row, : table.num_tokens[request.row]])
+            is_over = self._tell(request, self._scheduler.rows.tokens[request.row, :num_known])
         except Exception as error:
             self._end(request, "error", _failure(request, error))
             return False
