@@ -5,6 +5,7 @@ Knows the tokenizer's special tokens, which no text can spell, and the model's e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from llguidance import LLTokenizer, TokenizerWrapper
@@ -30,15 +31,21 @@ class Vocabulary:
         size = max(vocab_size, tokenizer.vocab_size)
         self.tokenizer = _read(tokenizer, size, [id for id in eos_token_ids if id < tokenizer.vocab_size])
         self.num_words = mask_words(size)  # of a mask; more than the model's if the tokenizer has more tokens
-        self._control = tokenizer.control
+        added = tokenizer.added_tokens.items()
+        self._special = {text: id for id, text in added if id < size and self.tokenizer.is_special_token(id)}
+        self._cuts = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
 
     def pieces(self, text: str) -> list[str | int]:
-        """A text cut at its special tokens: plain text, and the ids of special tokens."""
+        """A text cut at its special tokens: plain text, and the ids of special tokens.
+
+        Special is what no text can spell in llguidance's grammars: also an added token such as `<tool_call>`, which the
+        tokenizer itself does not call special.
+        """
         found: list[str | int] = []
         end = 0
-        for span in self._control.find(text):
-            found += [text[end : span.start], span.id]
-            end = span.end
+        for match in self._cuts.finditer(text):
+            found += [text[end : match.start()], self._special[match[0]]]
+            end = match.end()
         return [piece for piece in (*found, text[end:]) if piece != ""]
 
 

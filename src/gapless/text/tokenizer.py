@@ -68,6 +68,11 @@ class Tokenizer:
     def cleans_up_spaces(self) -> bool:
         return self._parts.clean_up_spaces
 
+    @property
+    def added_tokens(self) -> Mapping[int, str]:
+        """Tokens beside the model's own vocabulary, special or not, by id."""
+        return {id: token.content for id, token in self._backend.get_added_tokens_decoder().items() if token.content}
+
     @cached_property
     def decoder_steps(self) -> tuple[str, ...]:
         """The kinds of the decoder's steps, as tokenizer.json names them; Join where tokens are simply joined."""

@@ -41,11 +41,12 @@ THINK = find_reasoning(None, lambda tag: False, "think")
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """A token for each byte, and the tags of some formats."""
+    """A token for each byte, and tags of formats: some as special tokens, some as other added tokens, as Qwen has."""
     backend = Backend(models.BPE({char: id for id, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    backend.add_tokens(["<tool_call>", "</tool_call>", "<think>"])
     return Tokenizer(TokenizerParts(backend))
 
 
