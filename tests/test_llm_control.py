@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gapless import LLM, SamplingParams
+from gapless.cli import build_parser, sampling_values
+from gapless.core.outcome import Finished, Progress
 from gapless.errors import InvalidRequest
+from gapless.text.bad_words import in_tokens
 
 KINDS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": -0.5},
@@ -96,3 +101,39 @@ def test_processed_log_probabilities_are_of_what_is_drawn_from(make_llm, native:
 def test_what_the_vocabulary_does_not_have_is_refused(tiny_llm: LLM, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         tiny_llm.generate("Hello", SamplingParams(**changes))
+
+
+def test_flags_have_the_same_names() -> None:
+    flags = ["--logit-bias", '{"5": 2}', "--bad-word", "x", "--bad-word", "y", "--bad-token-id", "3"]
+    flags += ["--allowed-token-id", "7", "--frequency-penalty", "0.5", "--typical-p", "0.9", "--top-n-sigma", "-1"]
+    values = sampling_values(build_parser().parse_args(["generate", "Hi", *flags]))
+    assert SamplingParams.from_dict(values) == SamplingParams(
+        logit_bias={5: 2},
+        bad_words=["x", "y"],
+        bad_token_ids=[3],
+        allowed_token_ids=[7],
+        frequency_penalty=0.5,
+        typical_p=0.9,
+    )
+    with pytest.raises(InvalidRequest, match="logit_bias must be a mapping"):
+        sampling_values(build_parser().parse_args(["generate", "Hi", "--logit-bias", "5=2"]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_request_knows_what_it_had_generated(tiny_llm: LLM, kind: str) -> None:
+    """As after a crash of the engine process: the first tokens come from a different engine."""
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=5, ignore_eos=True, **KINDS[kind])
+    whole = tiny_llm.generate("Hello", params)[0]
+    params = replace(params, bad_words=in_tokens(params.bad_words, tiny_llm.tokenizer))
+    over, found = threading.Event(), []
+
+    def deliver(news: Progress | Finished) -> None:
+        if isinstance(news, Finished):
+            found.append(news.request.tokens[news.request.num_prompt :].tolist())
+            over.set()
+
+    prompt = tiny_llm.tokenizer.encode("Hello")
+    request = tiny_llm.engine.make_request(prompt, params, generated=whole.token_ids[:6])
+    tiny_llm.engine.submit(request, deliver)
+    assert over.wait(60)
+    assert found == [list(whole.token_ids)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 import sys
 import typing
@@ -225,6 +226,8 @@ def add_sampling_options(
         _add_flag(group, name, defaults[name], text + shown, SamplingParams)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
     group.add_argument("--stop-token-id", action="append", type=int, metavar="ID", help="end at this token; repeatable")
+    group.add_argument("--logit-bias", type=_json_or_text, metavar="JSON", help='add to logits: {"token id": number}')
+    group.add_argument("--allowed-token-id", action="append", type=int, metavar="ID", help="no others come; repeatable")
     group.add_argument("--bad-word", action="append", metavar="TEXT", help="never complete this text; repeatable")
     group.add_argument("--bad-token-id", action="append", type=int, metavar="ID", help="a token that never comes")
     group.add_argument("--sampling-seed", type=int, metavar="N", help="same seed, same tokens")
@@ -242,6 +245,14 @@ def _add_flag(group: Any, name: str, default: Any, text: str, owner: type) -> No
         "N" if kinds[0] is int and str not in kinds else "X" if kinds[0] is float else name.rpartition("_")[2].upper()
     )
     group.add_argument(flag, type=kind, default=None, metavar=metavar, help=text)
+
+
+def _json_or_text(text: str) -> Any:
+    """JSON as its value, other text unchanged: the parameters check it."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _number_or_text(text: str) -> int | float | str:
@@ -264,7 +275,8 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
     """Sampling parameters that were set by flags."""
     values = {name: getattr(args, name, None) for name in SAMPLING_HELP}
     values |= {"stop": args.stop, "stop_token_ids": args.stop_token_id, "seed": args.sampling_seed}
-    values |= {"bad_words": args.bad_word, "bad_token_ids": args.bad_token_id}
+    values |= {"bad_words": args.bad_word, "bad_token_ids": args.bad_token_id, "logit_bias": args.logit_bias}
+    values |= {"allowed_token_ids": args.allowed_token_id}
     values |= {"structured": shape_of_flags(args)}
     found = {name: value for name, value in values.items() if value is not None}
     SamplingParams.from_dict(found)
