@@ -46,6 +46,7 @@ def test_equals_reference(shape: Shape) -> None:
     [
         ({}, None),
         ({"scale": 0.3}, None),
+        ({"head_dim": 512, "scale": 512**-0.5}, "the attention kernels have no heads of 512; 256 is the most"),
         ({"window": 4}, "the attention kernels have no sliding windows"),
         ({"soft_cap": 30.0}, "the attention kernels have no soft caps of scores"),
         ({"sinks": True}, "the attention kernels have no attention sinks"),

@@ -130,7 +130,25 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_there_is_a_case_for_every_family() -> None:
     covered = {hf_config(raw_config(**changes)).architecture for changes in CASES.values()}
-    assert covered == {family.architecture for family in FAMILIES}
+    assert covered | {"Gemma3ForConditionalGeneration"} == {family.architecture for family in FAMILIES}
+
+
+def test_the_text_part_of_a_model_that_sees(tmp_path: Path) -> None:
+    """The vision part is there, and left aside."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = raw_config(**GEMMA3, tie_word_embeddings=True, pad_token_id=0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config=sizes | {"image_size": 8, "patch_size": 4})
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.set_attn_implementation("eager")
+    model.save_pretrained(tmp_path)
+    tokens = random_tokens()
+    with torch.inference_mode():
+        expected = model(tokens[None], token_type_ids=torch.zeros_like(tokens[None])).logits[0]
+    found = paged_logits(load(tmp_path, max_positions=MAX_LENGTH), tokens)
+    torch.testing.assert_close(found, expected, atol=CLOSE, rtol=CLOSE)
 
 
 def test_logits(case: Case) -> None:

@@ -32,6 +32,7 @@ STREAM_DTYPES = (torch.bfloat16, torch.float16)
 STREAM_HEAD_DIMS = (64, 128)
 STREAM_PROGRAMS = 8  # of the kernel in Triton for each core: where it has as many, it is as fast
 CORES_A_HEAD = 4  # for each KV head of each row: from here on rows are few
+MAX_HEAD_DIM = 256  # tiles of larger heads do not fit
 PREFILL_BLOCK_M = 64  # tokens of a tile
 
 # a part of a layer's work: (pool, heads, rotation, out [num_tokens, num_heads, head_dim]) -> out or what replaces it
@@ -95,6 +96,8 @@ class TritonAttention:
     def why_not(specs: Sequence[AttentionSpec]) -> str | None:
         """Why the kernels cannot attend as the specs say, or None. They take one scale for all layers."""
         missing = lacking(attention_features(specs), KERNELS)
+        if missing is None and specs[0].head_dim > MAX_HEAD_DIM:
+            return f"the attention kernels have no heads of {specs[0].head_dim}; {MAX_HEAD_DIM} is the most"
         return None if missing is None else f"the attention kernels have no {missing}"
 
     def _make_scratch(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

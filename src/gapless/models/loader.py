@@ -32,10 +32,12 @@ LoadFormat = Literal["auto", "dummy"]
 LoadProgress = Callable[[int, int], None]  # tensors read so far, of how many
 _MAX_NAMED = 5
 _CHECKED_AT_ONCE = 2**24
-# Tensors that some checkpoints have and no model reads: tables of frequencies, masks, and a head that is the embedding.
+# Tensors that checkpoints have and no model here reads: tables of frequencies, masks, a head that is the embedding,
+# and the eyes of models that also see.
 _HARMLESS = re.compile(
     r"inv_freq$|\battn\.(masked_)?bias$|\battention\.(masked_)?bias$"
-    r"|^(lm_head|embed_out|output)\.weight$|^rope_(freqs|factors_\w+)\.weight$"
+    r"|^vision_tower\.|^multi_modal_projector\."
+    r"|^(lm_head|embed_out|output|language_model\.lm_head)\.weight$|^rope_(freqs|factors_\w+)\.weight$"
 )
 
 

@@ -15,6 +15,7 @@ from gapless.models.families import (
     cohere2,
     gemma2,
     gemma3,
+    gemma3_multimodal,
     gpt2,
     gpt_neox,
     gpt_oss,
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _FILES = (
     *(llama, mistral, qwen2, qwen3, granite, smollm3),
-    *(olmo2, olmo3, phi3, starcoder2, gpt_neox, gpt2, cohere, cohere2, gemma2, gemma3),
+    *(olmo2, olmo3, phi3, starcoder2, gpt_neox, gpt2, cohere, cohere2, gemma2, gemma3, gemma3_multimodal),
     *(mixtral, qwen3_moe, gpt_oss),
 )
 FAMILIES: list[Family] = [file.FAMILY for file in _FILES]

@@ -32,6 +32,16 @@ SPREAD = 0.2
 ROOM = Room(num_rows=8, num_places=512, max_batch_tokens=96, max_model_len=96)
 
 _WINDOW = {"sliding_window": 16}
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+} | {
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+}
 _CHANGES: dict[str, dict[str, Any]] = {  # what is not as in `raw_config`, so that families differ in shape too
     "mistral": {"num_key_value_heads": 1},
     "qwen2": {"tie_word_embeddings": True},
@@ -48,6 +58,7 @@ _CHANGES: dict[str, dict[str, Any]] = {  # what is not as in `raw_config`, so th
     "mixtral": _WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt_oss": _WINDOW | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma3": {"text_config": _TEXT | _WINDOW | {"head_dim": 8, "sliding_window_pattern": 2}},
     "gemma3_text": _WINDOW | {"head_dim": 8, "sliding_window_pattern": 2},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
