@@ -67,7 +67,13 @@ def tokens_of(model: Path, *processors: Any, params: Any = GREEDY, **options: An
 def test_the_newest_token_is_known_at_any_depth(tiny_dir: Path, native: bool) -> None:
     params = [GREEDY, DRAWN] * len(PROMPTS)
     expected: list[tuple[int, ...]] | None = None
-    for options in ({"depth": 1}, {"depth": 2}, {"depth": 3, "max_num_rows": 3}, {"depth": 2, "interleave": 4}):
+    for options in (
+        {"depth": 1},
+        {"depth": 2},
+        {"depth": 3, "max_num_rows": 3},
+        {"depth": 2, "interleave": 4},
+        {"depth": "auto"},
+    ):
         processor = Processor(no_echo)
         found = tokens_of(tiny_dir, processor, params=params[: len(PROMPTS)], native=native, **options)
         expected = expected or found

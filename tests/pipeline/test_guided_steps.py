@@ -10,6 +10,7 @@ import pytest
 
 from fakes import make_limits, make_request
 from gapless.core.limits import Limits
+from gapless.core.outcome import Commit
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray, Request, int_array
 from gapless.core.scheduler import Scheduler
@@ -18,6 +19,7 @@ from gapless.device.checker import CheckedDevice
 from gapless.device.cpu import CpuDevice
 from gapless.errors import ControlFailed
 from gapless.pipeline.executor import LocalExecutor
+from gapless.pipeline.loop import run_loop
 from gapless.pipeline.masks import Masks
 from gapless.proof.rule import Rule
 from toy import LIMITS, Outcome, run_on, run_toy, toy_request, toy_requests, toy_runner, toy_truth
@@ -202,6 +204,31 @@ def test_a_step_with_a_guide_has_at_most_one_before_it_and_none_behind() -> None
     device = CpuDevice()
     run_toy(Noted(device, toy_runner(device, LIMITS), LIMITS, 3), [toy_request("b", [3, 1, 4], max_tokens=4)], depth=3)
     assert notes == [*["launch whole"] * 3, "collect", "launch whole", *["collect"] * 3]
+
+
+def test_the_depth_may_change_while_plans_wait() -> None:
+    """Also to 1, with an open step just launched."""
+
+    class Changing:
+        depth, decided, num_reduced = 3, False, 0
+
+        def observe(self, plan: Plan) -> None:
+            self.depth = (3, 1, 2, 1, 1)[plan.step % 5]
+
+    device, waiting, finished = CheckedDevice(CpuDevice(seed=3)), guided(), dict[str, list[int]]()
+    scheduler = Scheduler(LIMITS)
+
+    def admit(idle: bool) -> bool:
+        if waiting:
+            scheduler.add(waiting.pop(0))
+        return bool(waiting) or scheduler.has_requests
+
+    def deliver(commit: Commit) -> None:
+        for request in [item.request for item in commit.finished]:
+            finished[request.id] = request.tokens[request.num_prompt :].tolist()
+
+    run_loop(scheduler, LocalExecutor(device, toy_runner(device, LIMITS), LIMITS, 3), Changing(), admit, deliver)
+    assert finished == TRUTH
 
 
 def test_masks_are_filled_while_the_model_runs() -> None:
