@@ -157,7 +157,7 @@ FRAGMENTS = [
 
 
 @given(st.sampled_from([each.name for each in FORMATS]), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.data())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_whatever_a_model_writes_its_cuts_do_not_matter(name: str, parts: list[str], data: st.DataObject) -> None:
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
@@ -188,7 +188,7 @@ CALLS = st.lists(st.tuples(st.sampled_from(NAMES), st.dictionaries(KEYS, VALUES)
 
 @pytest.mark.parametrize("name", [each.name for each in FORMATS])
 @given(CALLS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_what_the_grammar_demands_is_read_back(name: str, calls: list[tuple[str, dict[str, object]]]) -> None:
     content, found = read(name, framed(name, calls))
     assert (content, [(tool, json.loads(arguments)) for tool, arguments in found]) == ("", calls)
