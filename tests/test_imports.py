@@ -24,7 +24,10 @@ VALUES = (
     "core.request",
     "core.limits",
 )
-FILES_OF_RUN = ("prompt_file", "shape_flags", "part_file", "file_lock", "result_file", "console")
+FILES_OF_RUN = (
+    *("prompt_file", "formats", "shape_flags", "part_file", "run_identity", "file_lock", "result_file"),
+    "console",
+)
 TOP_LEVEL = ("client", "llm", "async_llm", "report", *FILES_OF_RUN, "chat", "commands", "cli")
 BENCH = ("bench",)
 PROOF = ("proof",)

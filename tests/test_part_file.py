@@ -20,11 +20,13 @@ import pytest
 from gapless import file_lock, part_file, result_file
 from gapless.errors import ConfigError, OutputError
 from gapless.part_file import PartFile
-from gapless.result_file import ResultFile, error_record
+from gapless.result_file import ResultFile
+from gapless.run_identity import RunIdentity
 
+ME, OTHER = RunIdentity({"model": "me", "input": "1"}), RunIdentity({"model": "somebody else", "input": "1"})
 RECORDS = [
     {"index": 2, "id": 2, "text": "é\u0085"},
-    error_record(0, "bad", "no"),
+    {"index": 0, "id": "bad", "error": "no"},
     {"index": 1, "id": "\ud800", "text": "b"},
 ]
 BY_INDEX = sorted(RECORDS, key=lambda record: record["index"])
@@ -96,7 +98,7 @@ def run(path: Path, num_alive: int = 10**9) -> tuple[list[int], bool]:
     disk, added = Disk(num_alive), list[int]()
     try:
         with disk.patched():
-            file = ResultFile(path, "me", 3, open_raw=disk.open_raw)
+            file = ResultFile(path, ME, 3, open_raw=disk.open_raw)
             for record in RECORDS:
                 if record["index"] not in file.done:
                     file.add(record)
@@ -116,7 +118,7 @@ def results(path: Path) -> list[Any]:
 def kept(path: Path) -> set[int]:
     if path.exists():
         return {0, 1, 2}
-    file = ResultFile(path, "me", 3)
+    file = ResultFile(path, ME, 3)
     file.close()
     return set(file.done)
 
@@ -125,7 +127,7 @@ def count_lives(tmp_path: Path) -> int:
     """Deaths of one whole run that differ."""
     disk = Disk(10**9)
     with disk.patched():
-        file = ResultFile(tmp_path / "count.jsonl", "me", 3, open_raw=disk.open_raw)
+        file = ResultFile(tmp_path / "count.jsonl", ME, 3, open_raw=disk.open_raw)
         for record in RECORDS:
             file.add(record)
         file.finish()
@@ -146,14 +148,16 @@ def test_a_kill_at_any_write_loses_nothing(tmp_path: Path) -> None:
         assert kept(path) >= {*added, *again}
         assert run(path)[1]
         assert results(path) == BY_INDEX
-        assert [entry.name for entry in tmp_path.glob(f"{num_alive}.*")] == [path.name]
+        left = {entry.name.removeprefix(f"{num_alive}.") for entry in tmp_path.glob(f"{num_alive}.*")}
+        assert left == {"jsonl", "errors.jsonl", "jsonl.part"}, "the part file is for the error"
+        assert results(tmp_path / f"{num_alive}.errors.jsonl") == BY_INDEX[:1]
 
 
 @pytest.mark.usefixtures("fast_sync")
 def test_a_kill_at_any_write_of_a_resumed_run_loses_nothing(tmp_path: Path) -> None:
     for num_alive in range(400):
         path = tmp_path / f"{num_alive}.jsonl"
-        first = ResultFile(path, "me", 3)
+        first = ResultFile(path, ME, 3)
         first.add(RECORDS[0])
         first.close()
         with first.part.path.open("ab") as torn:
@@ -166,44 +170,53 @@ def test_a_kill_at_any_write_of_a_resumed_run_loses_nothing(tmp_path: Path) -> N
 
 
 def test_results_come_out_in_input_order(tmp_path: Path) -> None:
-    file = ResultFile(tmp_path / "out.jsonl", "me", 3)
+    file = ResultFile(tmp_path / "out.jsonl", ME, 3)
     for record in RECORDS:
         file.add(record)
     assert not file.path.exists()
     file.finish()
     assert results(file.path) == BY_INDEX
     assert b"\xc3\xa9" in file.path.read_bytes(), "UTF-8, not escapes"
-    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert results(file.errors_path) == BY_INDEX[:1]
 
 
-def test_errors_run_again_and_the_later_result_counts(tmp_path: Path) -> None:
+def test_errors_run_again_when_asked_to_and_the_later_result_counts(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    first = ResultFile(path, "me", 3)
+    first = ResultFile(path, ME, 3)
     for record in RECORDS:
         first.add(record)
-    first.close()
-    second = ResultFile(path, "me", 3)
+    first.finish()
+    assert results(path) == BY_INDEX
+    again = ResultFile(path, ME, 3)
+    assert again.done == {0, 1, 2}
+    assert again.num_failed == 1
+    again.close()
+    second = ResultFile(path, ME, 3, retry_errors=True)
     assert second.done == {1, 2}
+    assert len(second.done) == 2
     second.add({"index": 0, "id": "bad", "text": "now"})
     second.close()
-    third = ResultFile(path, "me", 3)
+    third = ResultFile(path, ME, 3, retry_errors=True)
     assert third.done == {0, 1, 2}
     third.finish()
     assert results(path)[0] == {"index": 0, "id": "bad", "text": "now"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def test_a_part_file_of_a_different_run_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    first = ResultFile(path, "me", 1)
+    first = ResultFile(path, ME, 1)
     first.add({"index": 0, "id": 0, "text": "precious"})
     first.close()
-    with pytest.raises(ConfigError, match=r"^[^:]*out.jsonl.part holds results of a different run.*--restart"):
-        ResultFile(path, "somebody else", 1)
-    anew = ResultFile(path, "somebody else", 1, restart=True)
+    with pytest.raises(
+        ConfigError, match=r"^[^:]*part holds .* different run \(model was 'me', now 'somebody else'\);.*--restart"
+    ):
+        ResultFile(path, OTHER, 1)
+    anew = ResultFile(path, OTHER, 1, restart=True)
     assert anew.done == set()
     anew.close()
     assert "precious" in first.part.path.read_text(), "nothing is overwritten before there is a new result"
-    anew = ResultFile(path, "somebody else", 1, restart=True)
+    anew = ResultFile(path, OTHER, 1, restart=True)
     anew.add({"index": 0, "id": 0, "text": "new"})
     anew.close()
     assert "precious" not in first.part.path.read_text()
@@ -211,21 +224,21 @@ def test_a_part_file_of_a_different_run_is_not_touched(tmp_path: Path) -> None:
 
 def test_a_header_without_results_keeps_nobody_out(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    first = ResultFile(path, "somebody else", 1)
+    first = ResultFile(path, OTHER, 1)
     first.add({"index": 0})
     first.close()
     header = first.part.path.read_bytes().split(b"\n")[0]
     first.part.path.write_bytes(header + b'\n{"index": 0, "te')
-    file = ResultFile(path, "me", 1)
+    file = ResultFile(path, ME, 1)
     file.add({"index": 0, "text": "mine"})
     file.close()
-    file = ResultFile(path, "me", 1)
+    file = ResultFile(path, ME, 1)
     file.finish()
     assert results(path) == [{"index": 0, "text": "mine"}]
 
 
 def test_no_part_file_is_left_without_a_result(tmp_path: Path) -> None:
-    ResultFile(tmp_path / "out.jsonl", "me", 1).close()
+    ResultFile(tmp_path / "out.jsonl", ME, 1).close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -235,7 +248,7 @@ def test_fsync_follows_within_a_second_of_results(tmp_path: Path) -> None:
         patch.object(part_file.time, "monotonic", lambda: clock[0]),
         patch.object(part_file, "sync", lambda descriptor: synced.append(clock[0])),
     ):
-        file = ResultFile(tmp_path / "out.jsonl", "me", 100)
+        file = ResultFile(tmp_path / "out.jsonl", ME, 100)
         for index in range(40):
             file.add({"index": index})
             clock[0] += 0.125
@@ -248,7 +261,7 @@ def test_fsync_follows_within_a_second_of_results(tmp_path: Path) -> None:
 @pytest.fixture
 def part(tmp_path: Path) -> Path:
     """A part file of ten results."""
-    file = ResultFile(tmp_path / "out.jsonl", "me", 10)
+    file = ResultFile(tmp_path / "out.jsonl", ME, 10)
     for index in range(10):
         file.add({"index": index, "id": index, "text": f"text {index}"})
     file.close()
@@ -256,7 +269,7 @@ def part(tmp_path: Path) -> Path:
 
 
 def resume(part: Path, **options: bool) -> PartFile:
-    return PartFile(part, "me", 10, **options)
+    return PartFile(part, ME, 10, **options)
 
 
 LINE_5 = b'{"index": 3, "id": 3, "text": "text 3", "crc": '
@@ -287,13 +300,13 @@ def test_a_damaged_line_is_named_and_skipped_when_asked_to(part: Path, damage: b
     assert file.done == set(range(10)) - {3}
     file.append({"index": 3, "id": 3, "text": "text 3"})
     out = io.BytesIO()
-    file.copy_sorted(out)
+    out.writelines(record + b"\n" for record in file.sorted_records())
     file.close()
     assert [json.loads(line)["text"] for line in out.getvalue().splitlines()] == [f"text {i}" for i in range(10)]
 
 
-def sealed(record: dict[str, Any], belongs_to: str = "me") -> bytes:
-    return part_file._seal(part_file.to_json(record), part_file.zlib.crc32(belongs_to.encode()))
+def sealed(record: dict[str, Any], belongs_to: RunIdentity = ME) -> bytes:
+    return part_file._seal(part_file.to_json(record), part_file.zlib.crc32(belongs_to.fingerprint.encode()))
 
 
 @pytest.mark.parametrize(
@@ -305,7 +318,7 @@ def sealed(record: dict[str, Any], belongs_to: str = "me") -> bytes:
         (sealed({"index": "3", "text": ""}), "index '3'"),
         (sealed({"text": ""}), "index None"),
         (sealed({"index": 3, "text": "ghost"}), "a second result for index 3"),
-        (sealed({"index": 3, "text": "text 3"}, "somebody else"), "checksum"),
+        (sealed({"index": 3, "text": "text 3"}, OTHER), "checksum"),
     ],
 )
 def test_a_sound_line_that_cannot_be_is_damage(part: Path, line: bytes, words: str) -> None:
@@ -374,7 +387,7 @@ def test_a_full_disk_keeps_what_is_there_and_nothing_torn(tmp_path: Path) -> Non
             return super().write(bytes(data[:size]))
 
     path = tmp_path / "out.jsonl"
-    file = ResultFile(path, "me", 3, open_raw=Full)
+    file = ResultFile(path, ME, 3, open_raw=Full)
     file.add(RECORDS[0])
     before = file.part.path.read_bytes()
     room[0] = 10
@@ -384,7 +397,7 @@ def test_a_full_disk_keeps_what_is_there_and_nothing_torn(tmp_path: Path) -> Non
     file.close()
 
     room[0] = 10**6
-    file = ResultFile(path, "me", 3, open_raw=Full)
+    file = ResultFile(path, ME, 3, open_raw=Full)
     assert file.done == {2}
     file.add(RECORDS[1])
     file.add(RECORDS[2])
@@ -393,7 +406,7 @@ def test_a_full_disk_keeps_what_is_there_and_nothing_torn(tmp_path: Path) -> Non
         file.finish()
     file.close()
     assert [entry.name for entry in tmp_path.iterdir()] == ["out.jsonl.part"]
-    file = ResultFile(path, "me", 3)
+    file = ResultFile(path, ME, 3)
     file.finish()
     assert results(path) == BY_INDEX
 
@@ -401,27 +414,27 @@ def test_a_full_disk_keeps_what_is_there_and_nothing_torn(tmp_path: Path) -> Non
 def test_a_place_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with pytest.raises(ConfigError, match="no such folder"):
-        ResultFile(tmp_path / "none" / "out.jsonl", "me", 1)
+        ResultFile(tmp_path / "none" / "out.jsonl", ME, 1)
     with pytest.raises(ConfigError, match="is a folder"):
-        ResultFile(tmp_path, "me", 1)
+        ResultFile(tmp_path, ME, 1)
     with pytest.raises(ConfigError, match="File name too long"):
-        ResultFile(tmp_path / ("x" * 250), "me", 1)
+        ResultFile(tmp_path / ("x" * 250), ME, 1)
     (tmp_path / "out.jsonl.part").mkdir()
     with pytest.raises(ConfigError, match=r"out.jsonl.part: is a folder; move it away"):
-        ResultFile(path, "me", 1)
+        ResultFile(path, ME, 1)
     (tmp_path / "out.jsonl.part").rmdir()
     (tmp_path / "out.jsonl.part.sorted").mkdir()
     with pytest.raises(ConfigError, match=r"out.jsonl.part.sorted: is not a plain file"):
-        ResultFile(path, "me", 1)
+        ResultFile(path, ME, 1)
     (tmp_path / "out.jsonl.part.sorted").rmdir()
     with patch.object(os, "access", lambda *_: False), pytest.raises(ConfigError, match="read-only"):
-        ResultFile(path, "me", 1)
+        ResultFile(path, ME, 1)
 
     def refuse(path: Path, mode: str) -> io.FileIO:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with pytest.raises(ConfigError, match="Permission denied"):
-        ResultFile(path, "me", 1, open_raw=refuse)
+        ResultFile(path, ME, 1, open_raw=refuse)
 
 
 # -- two runs ----------------------------------------------------------------------------------------------------
@@ -444,11 +457,11 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path) -> 
             assert first.stdout.readline() == "held\n"
             holder = f"process {first.pid}" if Path("/proc/locks").exists() else "a different process"
             with pytest.raises(ConfigError, match=f"in use by {holder};"):
-                PartFile(path, "me", 1)
+                PartFile(path, ME, 1)
         finally:
             first.kill()
     assert path.exists(), "the refused one does not remove it"
-    PartFile(path, "me", 1).close()
+    PartFile(path, ME, 1).close()
 
 
 def test_the_lock_is_on_the_file_not_on_its_name(part: Path) -> None:

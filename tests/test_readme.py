@@ -57,7 +57,8 @@ def test_make_targets_exist() -> None:
 
 def test_prompt_lines_are_valid() -> None:
     from gapless.core.params import SamplingParams
-    from gapless.prompt_file import Line, read_lines
+    from gapless.formats.base import Line
+    from gapless.prompt_file import read_lines
 
     lines = [line for block in blocks("json") for line in read_lines(block.encode().split(b"\n"))]
     assert lines

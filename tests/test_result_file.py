@@ -18,12 +18,13 @@ import pytest
 
 from gapless.errors import ConfigError, OutputError
 from gapless.result_file import ResultFile, ResultStream, open_results
+from gapless.run_identity import RunIdentity
 
 RECORDS = [{"index": 1, "id": "\ud800", "text": "é"}, {"index": 0, "id": 0, "text": "a"}]
 
 
 def opened(path: Path | str) -> ResultFile | ResultStream:
-    return open_results(str(path), "me", 2, restart=False, skip_damaged=False)
+    return open_results(str(path), RunIdentity({"model": "me"}), 2)
 
 
 def write(path: Path | str) -> None:
@@ -105,7 +106,8 @@ def test_a_device_is_written_to_and_stays_one() -> None:
 STREAM = """
 import sys
 from gapless.result_file import open_results
-results = open_results(sys.argv[1], "me", 2, restart=False, skip_damaged=False)
+from gapless.run_identity import RunIdentity
+results = open_results(sys.argv[1], RunIdentity({}), 2)
 results.add({"index": 0})
 results.finish()
 """

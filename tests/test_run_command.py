@@ -18,6 +18,7 @@ import pytest
 from gapless import part_file
 from gapless.cli import main
 from gapless.commands import run as run_command
+from gapless.errors import InvalidRequest
 from gapless.file_lock import open_locked
 
 LINES = [
@@ -92,6 +93,7 @@ def test_a_full_disk_ends_the_run_and_the_same_command_resumes(
     assert bench.run() == 1
     undisturbed = bench.out.read_bytes()
     bench.out.unlink()
+    bench.part.unlink()
     real, lines = part_file.write_all, list[bytes]()
 
     def write(file: io.FileIO, data: bytes) -> None:
@@ -110,7 +112,6 @@ def test_a_full_disk_ends_the_run_and_the_same_command_resumes(
     assert bench.run() == 1
     assert "resuming from" in capsys.readouterr().err
     assert bench.out.read_bytes() == undisturbed
-    assert not bench.part.exists()
 
 
 def test_damaged_lines_run_again_when_asked_to(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +158,52 @@ def test_prompts_from_standard_input_resume_by_their_content(
     with patch.object(run_command.ResultFile, "finish", side_effect=KeyboardInterrupt):
         assert run(data) == 130
     assert run(data.replace(b"Hello", b"Hullo")) == 2
-    assert "different run" in capsys.readouterr().err
+    assert "different run (the prompts have changed)" in capsys.readouterr().err
     assert run(data) == 1
-    assert "3 prompts are done" in capsys.readouterr().err
+    assert "4 prompts are done" in capsys.readouterr().err
     assert [record["index"] for record in bench.results()] == [0, 1, 2, 3]
+
+
+def test_errors_are_beside_the_results_and_run_alone(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt fails in the first run only; the second runs it and nothing else."""
+    real, asked = run_command.prepare, list[Any]()
+
+    def refuse(llm: Any, line: Any, sampling: Any) -> Any:
+        asked.append(line.id)
+        if line.id == 3 and asked.count(3) == 1:
+            raise InvalidRequest("not now")
+        return real(llm, line, sampling)
+
+    errors = bench.out.with_name("out.errors.jsonl")
+    with patch.object(run_command, "prepare", refuse):
+        assert bench.run("--retry-errors") == 2
+        assert "no errors to retry" in capsys.readouterr().err
+        assert bench.run() == 1
+        assert [json.loads(line)["id"] for line in errors.read_text().splitlines()] == ["bad", 3]
+        asked.remove("bad")
+        assert bench.run() == 1
+        assert len(asked) == 3, "nothing runs that has a result, errors included"
+        assert "2 prompts failed" in capsys.readouterr().err
+        assert bench.run("--retry-errors", "--temperature", "0.5") == 2
+        assert "different run (temperature was not set, now 0.5)" in capsys.readouterr().err
+        assert bench.run("--retry-errors") == 1
+    assert asked[3:] == ["bad", 3]
+    assert [json.loads(line)["id"] for line in errors.read_text().splitlines()] == ["bad"]
+    retried = bench.out.read_bytes()
+    assert bench.run("--restart") == 1
+    assert bench.out.read_bytes() == retried
+
+
+def test_several_files_are_one_run(bench: Bench) -> None:
+    bench.prompts.write_text('{"prompt": "a"}\n')
+    bench.prompts.with_name("in2.jsonl").write_text('{"prompt": "b"}\n{"prompt": "c"}\n')
+    assert bench.run(prompts=str(bench.prompts.with_name("in*.jsonl"))) == 0
+    assert [(record["index"], record["id"]) for record in bench.results()] == [(0, 0), (1, 1), (2, 2)]
+    assert not bench.part.exists()
+
+
+def test_the_errors_file_is_never_also_the_input(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    errors = bench.out.with_name("out.errors.jsonl")
+    errors.write_bytes(bench.prompts.read_bytes())
+    assert bench.run(prompts=str(errors)) == 2
+    assert "would overwrite the prompts" in capsys.readouterr().err

@@ -76,8 +76,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gapless {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    run = _command(commands, "run", "complete every prompt of a JSONL file", _run)
-    run.add_argument("prompts", help='file of lines {"prompt": ...} or {"messages": [...]}; - is standard input')
+    run = _command(commands, "run", "complete every prompt of some files", _run)
+    run.add_argument(
+        "prompts",
+        nargs="+",
+        metavar="FILE",
+        help='files, or patterns such as "in-*.jsonl", of lines {"prompt": ...} or {"messages": [...]}; '
+        "- is standard input",
+    )
     run.add_argument(
         "-o",
         "--output",
@@ -86,7 +92,10 @@ def build_parser() -> argparse.ArgumentParser:
         "a FIFO, a device or - (standard output) gets results as they complete; default: print them",
     )
     run.add_argument("--token-ids", action="store_true", help="write the generated token ids too")
-    run.add_argument("--restart", action="store_true", help="ignore and overwrite OUT.jsonl.part of an interrupted run")
+    run.add_argument("--restart", action="store_true", help="ignore and overwrite OUT.jsonl.part of an earlier run")
+    run.add_argument(
+        "--retry-errors", action="store_true", help="run again the prompts whose result in OUT.jsonl.part is an error"
+    )
     run.add_argument(
         "--skip-damaged", action="store_true", help="resume from a damaged OUT.jsonl.part; damaged lines run again"
     )

@@ -135,9 +135,9 @@ class LLM:
         """A job for `run`. Raises InvalidRequest."""
         return self._client.prepare(self._encode(prompt), check_params(params), streams=False)
 
-    def prepare_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Job:
-        """A job for `run`. Raises InvalidRequest."""
-        return self._client.prepare(self._client.encode_chat(messages), check_params(params), streams=False)
+    def prepare_chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **values: Any) -> Job:
+        """A job for `run`. `values` are for the chat template. Raises InvalidRequest."""
+        return self._client.prepare(self._client.encode_chat(messages, **values), check_params(params), streams=False)
 
     def close(self) -> None:
         """Stop the engine, and write the trace if there is one. What still runs is aborted."""

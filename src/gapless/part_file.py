@@ -4,7 +4,7 @@ Owns the format, the lock and the promise. A killed process loses no result that
 write it dies, because the file only grows. A power cut loses at most the results of one second, because `append` calls
 fsync when the last one is a second old.
 
-    {"part_of": "5d1c...", "crc": "0badcafe"}                      which run it belongs to
+    {"part_of": "5d1c...", "run": {...}, "crc": "0badcafe"}        which run it belongs to
     {"index": 2, "id": "x", "text": " Paris", "crc": "8f00b204"}   a result; a later one replaces an error
 
 The checksum of a result starts from the run's fingerprint, so a line proves that it is whole and of this run.
@@ -21,13 +21,15 @@ import os
 import select
 import time
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from gapless.errors import ConfigError, OutputError
 from gapless.file_lock import OpenRaw, open_locked
+from gapless.run_identity import RunIdentity
 
 Record = dict[str, Any]
 
@@ -45,6 +47,11 @@ def to_json(record: Record) -> bytes:
         return json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return json.dumps(record).encode()
+
+
+def failed(record: Record) -> bool:
+    """Whether the prompt of this record could not be completed."""
+    return record.get("error") is not None
 
 
 def write_all(file: io.FileIO, data: bytes) -> None:
@@ -80,59 +87,98 @@ class _Damage(Exception):
     """Why a line does not count."""
 
 
-@dataclass(slots=True)
 class Contents:
-    """The lines of a part file that count."""
+    """The lines of a part file that count. A result costs nine bytes of memory, so that a run may have millions."""
 
-    end: int = 0  # bytes; behind it is at most a torn line
-    offsets: dict[int, int] = field(default_factory=dict)  # index -> where its line begins
-    failed: set[int] = field(default_factory=set)  # indexes whose line holds an error
-    damaged: list[str] = field(default_factory=list)  # "7: why", by line
+    def __init__(self, num_lines: int) -> None:
+        self.end = 0  # bytes; behind it is at most a torn line
+        self.offsets = np.full(num_lines, -1, np.int64)  # [num_lines] where the line of each index begins; -1: nowhere
+        self.failed = np.zeros(num_lines, np.bool_)  # [num_lines] its line holds an error
+        self.damaged: list[str] = []  # "7: why", by line
+
+    def put(self, index: int, offset: int, *, failed: bool) -> None:
+        """The latest line of an index counts."""
+        self.offsets[index] = offset
+        self.failed[index] = failed
+
+
+class Done(Set[int]):
+    """Indexes that need not run again."""
+
+    def __init__(self, contents: Contents, *, retry_errors: bool) -> None:
+        self._contents = contents
+        self._retry_errors = retry_errors
+
+    def __contains__(self, index: object) -> bool:
+        found = self._contents
+        if not isinstance(index, int) or not 0 <= index < len(found.offsets) or found.offsets[index] < 0:
+            return False
+        return not (self._retry_errors and bool(found.failed[index]))
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(index) for index in np.flatnonzero(self._contents.offsets >= 0) if int(index) in self)
+
+    @classmethod
+    def _from_iterable(cls, it: Iterable[int]) -> frozenset[int]:  # type: ignore[override]
+        return frozenset(it)  # what `|` and `-` give
+
+    def __len__(self) -> int:
+        found = self._contents
+        num_failed = np.count_nonzero(found.failed) if self._retry_errors else 0
+        return int(np.count_nonzero(found.offsets >= 0) - num_failed)
 
 
 class PartFile:
-    """A part file, locked. Use `append` for each result, `copy_sorted` for all; then `close` or `remove`."""
+    """A part file, locked. Use `append` for each result, `sorted_records` for all; then `close` or `remove`."""
 
     def __init__(
         self,
         path: Path,
-        belongs_to: str,
+        belongs_to: RunIdentity,
         num_lines: int,
         *,
         restart: bool = False,
         skip_damaged: bool = False,
+        retry_errors: bool = False,
         open_raw: OpenRaw = io.FileIO,
     ) -> None:
         self.path = path
         self._belongs_to = belongs_to
-        self._seed = zlib.crc32(belongs_to.encode())
+        self._seed = zlib.crc32(belongs_to.fingerprint.encode())
         self._began = False  # the first result repairs the end and writes the header
         self._synced_at = float("-inf")
         self._file = open_locked(path, open_raw)
         try:
-            self._contents = Contents() if restart else self._read(num_lines)
+            self._contents = Contents(num_lines) if restart else self._read(num_lines)
             if self._contents.damaged:
                 self._judge_damage(skip_damaged)
         except BaseException:
             self.close()
             raise
-        self.done = frozenset(self._contents.offsets.keys() - self._contents.failed)  # need not run again
+        self.done = Done(self._contents, retry_errors=retry_errors)
+
+    @property
+    def num_failed(self) -> int:
+        """Prompts whose result is an error, so far."""
+        return int(np.count_nonzero(self._contents.failed))
 
     def append(self, record: Record) -> None:
         """Keep a result; it survives this process when this returns. Raises OutputError."""
         try:
             self._begin()
-            self._contents.offsets[record["index"]] = self._write(_seal(to_json(record), self._seed))
+            begin = self._write(_seal(to_json(record), self._seed))
+            self._contents.put(record["index"], begin, failed=failed(record))
             self._sync()
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
-    def copy_sorted(self, out: BinaryIO) -> None:
-        """Write all results in input order, as JSON lines."""
+    def sorted_records(self, *, errors_only: bool = False) -> Iterator[bytes]:
+        """All results in input order, as JSON without a line end; or the errors among them."""
+        found = self._contents
         with self._reader() as file:
-            for index in sorted(self._contents.offsets):
-                file.seek(self._contents.offsets[index])
-                out.write(file.readline()[: -CRC_LENGTH - 1] + b"}\n")
+            for index in np.flatnonzero(found.failed if errors_only else found.offsets >= 0):
+                file.seek(found.offsets[index])
+                yield file.readline()[: -CRC_LENGTH - 1] + b"}"
 
     def remove(self) -> None:
         """Delete the file: its results are elsewhere."""
@@ -153,7 +199,8 @@ class PartFile:
             return
         self._file.truncate(self._contents.end)
         if self._contents.end == 0:
-            self._write(_seal(to_json({"part_of": self._belongs_to}), 0))
+            header = {"part_of": self._belongs_to.fingerprint, "run": dict(self._belongs_to.values)}
+            self._write(_seal(to_json(header), 0))
         self._began = True
 
     def _write(self, line: bytes) -> int:
@@ -183,7 +230,7 @@ class PartFile:
     # -- what an earlier process left ----------------------------------------------------------------------------
 
     def _read(self, num_lines: int) -> Contents:
-        found = Contents()
+        found = Contents(num_lines)
         with self._reader() as file:
             file.seek(0)
             lines = enumerate(_whole_lines(file), start=1)
@@ -191,9 +238,9 @@ class PartFile:
                 try:
                     if number > 1:
                         self._take(found, raw, num_lines)
-                    elif not self._is_ours(raw):
-                        self._refuse_results(next(lines, None))
-                        return Contents()
+                    elif (header := _read_header(raw)).get("part_of") != self._belongs_to.fingerprint:
+                        self._refuse_results(header.get("run"), next(lines, None))
+                        return Contents(num_lines)
                 except _Damage as damage:
                     found.damaged.append(f"{number}: {damage}")
                 found.end += len(raw)
@@ -202,16 +249,10 @@ class PartFile:
                 self._check_cut_header(file.read(len(HEADER_START)))
         return found
 
-    def _is_ours(self, header: bytes) -> bool:
-        try:
-            return bool(_unseal(header, 0).get("part_of") == self._belongs_to)
-        except _Damage:
-            raise _Damage("the header is damaged, or of a different version of Gapless") from None
-
-    def _refuse_results(self, first: object) -> None:
+    def _refuse_results(self, earlier: object, first: object) -> None:
         if first is not None:
             raise ConfigError(
-                f"{self.path} holds results of a different run (other prompts, model or parameters); "
+                f"{self.path} holds results of a different run ({self._belongs_to.differences(earlier)}); "
                 "move it away, or add --restart to overwrite it"
             )
 
@@ -225,16 +266,12 @@ class PartFile:
         index = record.get("index")
         if type(index) is not int or not 0 <= index < num_lines:
             raise _Damage(f"index {index!r} is not one of the {num_lines} prompts")
-        if index in found.offsets and index not in found.failed:
+        if found.offsets[index] >= 0 and not found.failed[index]:
             raise _Damage(f"a second result for index {index}")
-        found.offsets[index] = found.end
-        if "error" in record:
-            found.failed.add(index)
-        else:
-            found.failed.discard(index)
+        found.put(index, found.end, failed=failed(record))
 
     def _judge_damage(self, skip_damaged: bool) -> None:
-        damaged, found = self._contents.damaged, len(self._contents.offsets)
+        damaged, found = self._contents.damaged, np.count_nonzero(self._contents.offsets >= 0)
         shown = "\n".join(f"{self.path}:{line}" for line in damaged[:MOST_SHOWN])
         if len(damaged) > MOST_SHOWN:
             shown += f"\nand {len(damaged) - MOST_SHOWN} more"
@@ -246,6 +283,13 @@ class PartFile:
                 "or --restart to run all of them again"
             )
         log.warning("%s\nthese prompts run again; %d results are kept", shown, found)
+
+
+def _read_header(raw: bytes) -> Record:
+    try:
+        return _unseal(raw, 0)
+    except _Damage:
+        raise _Damage("the header is damaged, or of a different version of Gapless") from None
 
 
 def _seal(body: bytes, seed: int) -> bytes:

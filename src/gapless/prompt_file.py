@@ -1,111 +1,174 @@
-"""Prompt files: one JSON object a line.
+"""Files of prompts: which ones names and patterns mean, how many rows they have, and their digest.
 
-Owns the format. A file is read line by line, and its fingerprint is computed on the way, so that only the parsed
-prompts stay in memory.
+Owns how prompts are found and read. Files are read twice: once to count and hash them, before a model is loaded, and
+once row by row as the engine takes them. So nothing but the row at hand is in memory.
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
+import glob
 import hashlib
-import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import BinaryIO
 
 from gapless.errors import InvalidRequest
+from gapless.formats.base import BadLine, Container, Dialect, Line, Row
+from gapless.formats.find import find_container
+from gapless.formats.jsonl import JsonLines
+from gapless.formats.plain import PlainRows
+
+COPY_BYTES = 1 << 20
+STDIN = "-"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a prompt file: a prompt or messages, an id, and sampling parameters."""
+class PromptFile:
+    """One file, examined: it can be read to its end."""
 
-    index: int  # counted from 0, empty lines not counted
-    id: str | int
-    prompt: Any  # text or token ids; None when `messages` is set
-    messages: Any
-    params: Mapping[str, Any]
+    name: str  # for messages
+    open: Callable[[], contextlib.AbstractContextManager[BinaryIO]]
+    container: Container
+    num_rows: int
+    digest: str  # of the bytes, wherever they came from
+    changed_at: int  # nanoseconds
 
-
-@dataclass(frozen=True, slots=True)
-class BadLine:
-    """A line that cannot be run, and why."""
-
-    index: int
-    id: str | int
-    error: str
+    def rows(self) -> Generator[Row, None, None]:
+        """Raises InvalidRequest, also when the file is not the one that was examined."""
+        with _readable(self.name), self.open() as file:
+            if _changed_at(file) != self.changed_at:
+                raise InvalidRequest(f"{self.name}: has changed since the run began; start it again")
+            yield from self.container.rows(file)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """A prompt file that has been read."""
+    """Files in a row."""
 
-    lines: tuple[Line | BadLine, ...]
-    digest: str  # of the bytes, wherever they came from
+    files: Sequence[PromptFile]
 
-    def fingerprint(self, settings: Mapping[str, Any]) -> str:
-        """Identifies a run by its prompts and settings; a part file is resumed by the same run only."""
-        return hashlib.sha256(json.dumps([self.digest, dict(settings)], sort_keys=True).encode()).hexdigest()[:16]
+    @property
+    def num_lines(self) -> int:
+        return sum(file.num_rows for file in self.files)
+
+    @property
+    def digest(self) -> str:
+        digests = [file.digest for file in self.files]
+        return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+    def rows(self) -> Generator[Row, None, None]:
+        """With several files, places name their file."""
+        for file in self.files:
+            with contextlib.closing(file.rows()) as rows:
+                if len(self.files) == 1:
+                    yield from rows
+                else:
+                    yield from (replace(row, place=f"{file.name}: {row.place}") for row in rows)
+
+    def first(self) -> Row:
+        with contextlib.closing(self.rows()) as rows:
+            return next(rows)
+
+    def lines(self, dialect: Dialect | None = None) -> Iterator[Line | BadLine]:
+        """Parse row by row; a bad row does not stop the others."""
+        parse = (dialect or PlainRows()).parse
+        for index, row in enumerate(self.rows()):
+            yield parse(row, index)
 
 
-def read_prompts(path: str, stdin: BinaryIO) -> Prompts:
-    """Read a prompt file; `-` is standard input. Raises InvalidRequest."""
-    name = "standard input" if path == "-" else path
-    digest = hashlib.sha256()
-    try:
-        with contextlib.nullcontext(stdin) if path == "-" else open(path, "rb") as file:
-            lines = tuple(read_lines(_hashed(file, digest)))
-    except FileNotFoundError:
-        raise InvalidRequest(f"{path}: no such file") from None
-    except OSError as error:
-        raise InvalidRequest(f"{name}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{name}: cannot be read as UTF-8 text: {error}") from None
-    if not lines:
-        raise InvalidRequest(f"{name}: no prompts: it is empty")
-    return Prompts(lines, digest.hexdigest())
+def read_prompts(names: Sequence[str], stdin: BinaryIO) -> Prompts:
+    """Examine the files that names and patterns mean, in their order; `-` is standard input. Raises InvalidRequest."""
+    files = [_examine_copy("standard input", stdin) if name == STDIN else _examine(name) for name in find_files(names)]
+    if not any(file.num_rows for file in files):
+        raise InvalidRequest(f"{', '.join(file.name for file in files)}: no prompts: it is empty")
+    return Prompts(files)
+
+
+def find_files(names: Sequence[str]) -> list[str]:
+    """Patterns such as `part-*.jsonl` stand for their files, sorted by name. Raises InvalidRequest."""
+    found: list[str] = []
+    for name in names:
+        if name == STDIN or os.path.exists(name) or not glob.has_magic(name):
+            found.append(name)
+        elif matches := sorted(path for path in glob.glob(name, recursive=True) if not os.path.isdir(path)):
+            found += matches
+        else:
+            raise InvalidRequest(f"{name}: no file matches")
+    seen: set[str] = set()
+    for name in found:
+        place = name if name == STDIN else os.path.realpath(name)
+        if place in seen:
+            raise InvalidRequest(f"{name}: named twice; its prompts would run twice")
+        seen.add(place)
+    return found
 
 
 def read_text(argument: str, stdin: BinaryIO) -> str:
     """A prompt from the command line, in UTF-8 whatever the locale; `-` is standard input. Raises InvalidRequest."""
     try:
-        return (stdin.read() if argument == "-" else os.fsencode(argument)).decode("utf-8-sig")
+        return (stdin.read() if argument == STDIN else os.fsencode(argument)).decode("utf-8-sig")
     except (OSError, UnicodeError) as error:
-        name = "standard input" if argument == "-" else "the prompt"
+        name = "standard input" if argument == STDIN else "the prompt"
         raise InvalidRequest(f"{name}: cannot be read as UTF-8 text: {error}") from None
 
 
 def read_lines(raws: Iterable[bytes]) -> Iterator[Line | BadLine]:
-    """Parse the lines of a prompt file. A bad line does not stop the others; only bytes that are not UTF-8 do."""
-    index = 0
-    for number, raw in enumerate(raws, start=1):
-        text = raw.removeprefix(codecs.BOM_UTF8).decode() if number == 1 else raw.decode()
-        if text and not text.isspace():
-            yield _parse(text, number, index)
-            index += 1
+    """Parse lines of JSON that are no file. A bad line does not stop the others."""
+    parse = PlainRows().parse
+    for index, row in enumerate(JsonLines().rows(raws)):
+        yield parse(row, index)
 
 
-def _hashed(raws: Iterable[bytes], digest: Any) -> Iterator[bytes]:
-    for raw in raws:
-        digest.update(raw)
-        yield raw
+def _examine(path: str) -> PromptFile:
+    with _readable(path), open(path, "rb") as file:
+        if not file.seekable():
+            return _examine_copy(path, file)
+        return _examined(path, file, lambda: open(path, "rb"))
 
 
-def _parse(raw: str, number: int, index: int) -> Line | BadLine:
+def _examine_copy(name: str, stream: BinaryIO) -> PromptFile:
+    """A stream can be read once, so a copy of it lies on disk, without a name, until the process ends."""
+    with _readable(name):
+        copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115  # read again when the prompts run
+        shutil.copyfileobj(stream, copy, COPY_BYTES)
+        copy.flush()
+        return _examined(name, copy, lambda: _rewound(copy))
+
+
+def _examined(
+    name: str, file: BinaryIO, again: Callable[[], contextlib.AbstractContextManager[BinaryIO]]
+) -> PromptFile:
+    file.seek(0)
+    digest = hashlib.sha256()
+    while block := file.read(COPY_BYTES):
+        digest.update(block)
+    file.seek(0)
+    container = find_container(file)
+    return PromptFile(name, again, container, container.count(file), digest.hexdigest(), _changed_at(file))
+
+
+@contextlib.contextmanager
+def _rewound(file: BinaryIO) -> Iterator[BinaryIO]:
+    file.seek(0)
+    yield file
+
+
+def _changed_at(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_mtime_ns
+
+
+@contextlib.contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Errors of reading as the user is told of them."""
     try:
-        value = json.loads(raw)
-    except json.JSONDecodeError as error:
-        return BadLine(index, index, f"line {number}: not JSON: {error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # a number or a nesting without end
-        return BadLine(index, index, f"line {number}: not JSON that can be read: {error}")
-    if not isinstance(value, dict):
-        return BadLine(index, index, f"line {number}: must be an object, got {type(value).__name__}")
-    given = value.pop("id", None)
-    name = index if given is None else given
-    if not isinstance(name, (str, int)) or isinstance(name, bool):
-        return BadLine(index, index, f"line {number}: id must be text or a whole number, got {name!r}")
-    if ("prompt" in value) == ("messages" in value):
-        return BadLine(index, name, f"line {number}: needs either 'prompt' or 'messages'")
-    return Line(index, name, value.pop("prompt", None), value.pop("messages", None), value)
+        yield
+    except FileNotFoundError:
+        raise InvalidRequest(f"{name}: no such file") from None
+    except OSError as error:
+        raise InvalidRequest(f"{name}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{name}: cannot be read as UTF-8 text: {error}") from None

@@ -1,8 +1,9 @@
 """Where the results of `gapless run` go: a file that survives interruptions, or a stream.
 
-Owns what a result says of a completion. A plain file is written in two stages: results go to `OUT.part` as they
-complete, and a sorted copy takes the place of `OUT` in one move when all are there. Links are followed: the files lie
-beside the target. Anything else that has a name, such as a FIFO or a device, is never replaced, only written to.
+A plain file is written in two stages: results go to `OUT.part` as they complete, and a sorted copy takes the place of
+`OUT` in one move when all are there. Links are followed: the files lie beside the target. Anything else that has a
+name, such as a FIFO or a device, is never replaced, only written to. Errors stand among the results, and once more in a
+file of their own. As long as there are any, the part file stays, so that they can run again.
 """
 
 from __future__ import annotations
@@ -11,25 +12,32 @@ import contextlib
 import io
 import os
 import stat
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from gapless.core.outcome import TokenLogprob
 from gapless.errors import ConfigError, OutputError
 from gapless.file_lock import OpenRaw
+from gapless.formats.base import OutputForm
+from gapless.formats.jsonl import JsonLines
 from gapless.part_file import PartFile, Record, sync, sync_folder, to_json, write_all
-from gapless.prompt_file import Line
-
-if TYPE_CHECKING:  # it would load torch
-    from gapless.client import Completion
+from gapless.run_identity import RunIdentity
 
 STDOUT, STDERR = 1, 2
 COPY_BYTES = 1 << 20
+PLAIN = OutputForm(JsonLines(), {})
 
 
 class Results(Protocol):
     """Takes results as they complete, in any order."""
+
+    @property
+    def done(self) -> Set[int]:
+        """Indexes that need not run again."""
+
+    @property
+    def num_failed(self) -> int:
+        """Prompts whose result is an error, so far."""
 
     def add(self, record: Record) -> None:
         """Keep a result. Raises OutputError."""
@@ -47,14 +55,18 @@ class ResultFile:
     def __init__(
         self,
         path: Path,
-        belongs_to: str,
+        belongs_to: RunIdentity,
         num_lines: int,
         *,
+        form: OutputForm = PLAIN,
         restart: bool = False,
         skip_damaged: bool = False,
+        retry_errors: bool = False,
         open_raw: OpenRaw = io.FileIO,
     ) -> None:
         self.path = path
+        self.errors_path = errors_beside(path)
+        self._form = form
         self._sorted = path.with_name(path.name + ".part.sorted")
         self._open_raw = open_raw
         _check_place(path, self._sorted)
@@ -64,50 +76,65 @@ class ResultFile:
             num_lines,
             restart=restart,
             skip_damaged=skip_damaged,
+            retry_errors=retry_errors,
             open_raw=open_raw,
         )
 
     @property
     def done(self) -> Set[int]:
-        """Indexes whose results an earlier process left."""
         return self.part.done
+
+    @property
+    def num_failed(self) -> int:
+        return self.part.num_failed
 
     def add(self, record: Record) -> None:
         self.part.append(record)
 
     def finish(self) -> None:
+        """A kill in between leaves the part file, from which the same run does all of this again."""
         try:
-            self._write_sorted()
-            os.replace(self._sorted, self.path)
+            self._replace(self.path, self._form, self.part.sorted_records())
+            if self.part.num_failed:
+                errors = OutputForm(JsonLines(), {}, self._form.has_index)
+                self._replace(self.errors_path, errors, self.part.sorted_records(errors_only=True))
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    self.errors_path.unlink()
             sync_folder(self.path.parent)
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._sorted.unlink()
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
-        self.part.remove()
+        if self.part.num_failed:
+            self.part.close()
+        else:
+            self.part.remove()
 
     def close(self) -> None:
         self.part.close()
 
-    def _write_sorted(self) -> None:
+    def _replace(self, path: Path, form: OutputForm, records: Iterator[bytes]) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._sorted.unlink()
         with io.BufferedWriter(self._open_raw(self._sorted, "x"), COPY_BYTES) as file:
-            self.part.copy_sorted(file)
+            form.write(records, file)
             file.flush()
             sync(file.fileno())
+        os.replace(self._sorted, path)
 
 
 class ResultStream:
     """Results written as they complete to what is not a plain file; nothing to go on from."""
 
-    def __init__(self, name: str, file: io.FileIO) -> None:
-        self.name, self._file = name, file
+    def __init__(self, name: str, file: io.FileIO, form: OutputForm = PLAIN) -> None:
+        self.name, self._file, self._form = name, file, form
         self.done: Set[int] = frozenset()
+        self.num_failed = 0  # nothing is left of an earlier run
 
     def add(self, record: Record) -> None:
         try:
-            write_all(self._file, to_json(record) + b"\n")
+            write_all(self._file, self._form.told(to_json(record)) + b"\n")
         except BrokenPipeError:
             raise OutputError(f"{self.name}: nobody reads it any more") from None
         except OSError as error:
@@ -121,22 +148,42 @@ class ResultStream:
 
 
 def open_results(
-    name: str, belongs_to: str, num_lines: int, *, restart: bool, skip_damaged: bool
+    name: str,
+    belongs_to: RunIdentity,
+    num_lines: int,
+    *,
+    form: OutputForm = PLAIN,
+    restart: bool = False,
+    skip_damaged: bool = False,
+    retry_errors: bool = False,
 ) -> ResultFile | ResultStream:
     """The place that `-o` names; `-` is standard output. Raises ConfigError where nothing can be written."""
     status = os.fstat(STDOUT) if name == "-" else _status(name)
     for descriptor in (STDOUT, STDERR):
         if status is not None and os.path.samestat(status, os.fstat(descriptor)):
-            return ResultStream("standard output" if name == "-" else name, io.FileIO(os.dup(descriptor), "w"))
+            return ResultStream("standard output" if name == "-" else name, io.FileIO(os.dup(descriptor), "w"), form)
     if status is None or stat.S_ISREG(status.st_mode):
         path = Path(os.path.realpath(name))
-        return ResultFile(path, belongs_to, num_lines, restart=restart, skip_damaged=skip_damaged)
+        return ResultFile(
+            path,
+            belongs_to,
+            num_lines,
+            form=form,
+            restart=restart,
+            skip_damaged=skip_damaged,
+            retry_errors=retry_errors,
+        )
     if stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{name}: cannot be written: is a folder")
     try:
-        return ResultStream(name, io.FileIO(name, "w"))
+        return ResultStream(name, io.FileIO(name, "w"), form)
     except OSError as error:
         raise ConfigError(f"{name}: cannot be written: {error.strerror}") from None
+
+
+def errors_beside(path: Path) -> Path:
+    """The file of errors that belongs to a result file."""
+    return path.with_name(path.stem + ".errors.jsonl")
 
 
 def _status(name: str) -> os.stat_result | None:
@@ -157,44 +204,3 @@ def _check_place(path: Path, other: Path) -> None:
     status = _status(str(other))
     if status is not None and not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{other}: is not a plain file; move it away")
-
-
-# -- what a result says ------------------------------------------------------------------------------------------
-
-
-def result_record(line: Line, completion: Completion, *, token_ids: bool) -> Record:
-    """The result of a prompt that ran. If one of its choices failed, it failed.
-
-    A single choice stands in the record itself, several as a list; `num_tokens` counts the tokens of all of them.
-    """
-    if completion.failure is not None:
-        return error_record(line.index, line.id, completion.failure)
-    choices = [_choice_record(choice, token_ids=token_ids) for choice in completion.choices]
-    record: Record = {"index": line.index, "id": line.id}
-    record |= choices[0] if len(choices) == 1 else {"choices": choices}
-    record["num_prompt_tokens"] = len(completion.prompt_token_ids)
-    record["num_tokens"] = sum(len(choice.token_ids) for choice in completion.choices)
-    if completion.prompt_logprobs is not None:
-        record["prompt_logprobs"] = [_logprob_record(item) for item in completion.prompt_logprobs]
-    return record
-
-
-def _choice_record(choice: Completion, *, token_ids: bool) -> Record:
-    record: Record = {"text": choice.text}
-    if token_ids:
-        record["token_ids"] = list(choice.token_ids)
-    record["finish_reason"] = choice.finish_reason
-    if choice.logprobs is not None:
-        record["logprobs"] = [_logprob_record(item) for item in choice.logprobs]
-    return record
-
-
-def _logprob_record(item: TokenLogprob | None) -> Record | None:
-    if item is None:
-        return None
-    return {"token": item.token, "logprob": item.logprob, "rank": item.rank, "top": item.top}
-
-
-def error_record(index: int, name: str | int, error: str) -> Record:
-    """The result of a prompt that could not run."""
-    return {"index": index, "id": name, "error": error}

@@ -9,7 +9,8 @@ import pytest
 
 from gapless.chat.dialogue import Dialogue, load, save
 from gapless.errors import InvalidRequest, OutputError
-from gapless.prompt_file import Line, read_lines
+from gapless.formats.base import Line
+from gapless.prompt_file import read_lines
 
 
 def talk(*contents: str, system: str | None = None) -> Dialogue:

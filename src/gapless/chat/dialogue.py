@@ -13,7 +13,8 @@ from typing import Any
 
 from gapless.core.params import SamplingParams
 from gapless.errors import InvalidRequest, OutputError
-from gapless.prompt_file import BadLine, read_prompts
+from gapless.formats.base import BadLine
+from gapless.prompt_file import read_prompts
 from gapless.text.chat import check_messages
 
 MAX_FILE_BYTES = 64 * 2**20
@@ -81,7 +82,7 @@ def load(path: str) -> tuple[Dialogue, dict[str, Any]]:
     if os.path.exists(place) and (not os.path.isfile(place) or os.path.getsize(place) > MAX_FILE_BYTES):
         raise InvalidRequest(f"{path}: is not a file of at most {MAX_FILE_BYTES >> 20} MiB")
     with open(os.devnull, "rb") as nothing:
-        lines = read_prompts(os.path.abspath(place), nothing).lines
+        lines = list(read_prompts([os.path.abspath(place)], nothing).lines())
     line = lines[0]
     if len(lines) > 1:
         raise InvalidRequest(f"{path}: has {len(lines)} lines; a conversation is one line with messages")

@@ -15,10 +15,11 @@ from gapless.commands import EXIT_FAILED
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
 from gapless.errors import ConfigError, InvalidRequest, ModelNotFound
+from gapless.formats.base import BadLine, Line
 from gapless.models.source import resolve
 from gapless.pipeline.engine import derive_seed
 from gapless.progress import progress_bar
-from gapless.prompt_file import BadLine, Line, read_lines, read_prompts
+from gapless.prompt_file import read_lines, read_prompts
 from gapless.proof import report
 from gapless.proof.campaign import examine, smallest
 from gapless.proof.draw import Menu, draw_asks, draw_schedule
@@ -159,7 +160,7 @@ def _asks(stage: ModelStage, prompts: str | None, steps: int, seed: int) -> list
     if prompts is None:
         lines = tuple(read_lines(json.dumps({"temperature": 0, **prompt}).encode() for prompt in PROMPTS))
     else:
-        lines = read_prompts(prompts, console.stdin()).lines
+        lines = tuple(read_prompts([prompts], console.stdin()).lines())
     if stage.tokenizer is None:
         return [_ask(stage, None, line, steps, seed) for line in lines]
     with contextlib.closing(LocalChat(stage.tokenizer)) as chat:

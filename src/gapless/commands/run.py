@@ -1,4 +1,7 @@
-"""`gapless run`: every prompt of a file, with results that survive an interruption."""
+"""`gapless run`: every prompt of some files, with results that survive an interruption.
+
+Holds only the prompts that the engine works on: a run may have millions.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import argparse
 import dataclasses
 import os
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from pathlib import Path
 from typing import Any
 
 from gapless import console
@@ -15,135 +19,183 @@ from gapless.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
 from gapless.errors import ConfigError, InvalidRequest, OutputError
+from gapless.formats.base import BadLine, Dialect, Line, OutputForm
+from gapless.formats.find import find_dialect, output_container
 from gapless.garbage import heap_frozen
 from gapless.llm import LLM
-from gapless.part_file import Record
+from gapless.part_file import Record, failed
 from gapless.pipeline.engine import derive_seed
 from gapless.progress import progress_bar
-from gapless.prompt_file import BadLine, Line, Prompts, read_prompts
+from gapless.prompt_file import Prompts, read_prompts
 from gapless.report import OverlapMeter
-from gapless.result_file import ResultFile, Results, ResultStream, error_record, open_results, result_record
+from gapless.result_file import ResultFile, Results, ResultStream, errors_beside, open_results
+from gapless.run_identity import RunIdentity
 from gapless.trace.files import TraceFiles
+
+MOST_ERRORS = 20  # told at the end; all of them are in the results
 
 
 class Printout:
     """Results without a file: kept in memory, and printed in input order at the end, whenever that is."""
 
     done: Set[int] = frozenset()
+    num_failed = 0
 
-    def __init__(self, lines: Sequence[Line | BadLine]) -> None:
-        self._lines = {line.index: line for line in lines if isinstance(line, Line)}
-        self._records: dict[int, Record] = {}
+    def __init__(self, running: Mapping[int, Line]) -> None:
+        self._running = running
+        self._texts: dict[int, str] = {}
 
     def add(self, record: Record) -> None:
-        if "error" not in record:
-            self._records[record["index"]] = record
+        if failed(record):
+            return
+        line = self._running[record["index"]]
+        asked = line.prompt if line.prompt is not None else line.messages[-1]["content"]
+        told = [f"[{record['id']}] {asked}"]
+        for choice in record.get("choices", [record]):
+            told.append(f"{textwrap.indent(choice['text'].strip(), '    ')}  ({choice['finish_reason']})")
+        self._texts[line.index] = "\n".join(told)
 
     def finish(self) -> None:
         self.close()
 
     def close(self) -> None:
-        records, self._records = self._records, {}
-        for index in sorted(records):
-            record, line = records[index], self._lines[index]
-            asked = line.prompt if line.prompt is not None else line.messages[-1]["content"]
-            print(f"[{record['id']}] {asked}")
-            for choice in record.get("choices", [record]):
-                print(f"{textwrap.indent(choice['text'].strip(), '    ')}  ({choice['finish_reason']})")
-            print()
+        texts, self._texts = self._texts, {}
+        for index in sorted(texts):
+            print(texts[index], end="\n\n")
 
 
 class RunTally:
     """Passes results on, and counts them."""
 
-    def __init__(self, results: Results, num_done: int, num_lines: int) -> None:
+    def __init__(self, results: Results, num_lines: int) -> None:
         self._results = results
-        self.num_done, self.num_lines = num_done, num_lines
-        self.errors: list[Record] = []
+        self.num_done, self.num_lines = len(results.done), num_lines
+        self.num_errors = results.num_failed if results.num_failed <= self.num_done else 0
+        self.errors: list[str] = []  # the first ones, in words
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Record, name: str | int) -> None:
         self._results.add(record)
         self.num_done += 1
-        if "error" in record:
-            self.errors.append(record)
+        if failed(record):
+            self.num_errors += 1
+            if len(self.errors) < MOST_ERRORS:
+                self.errors.append(f"error in {name!r}: {_words(record['error'])}")
+
+
+def _words(error: Any) -> str:
+    return str(error["message"] if isinstance(error, dict) else error)
 
 
 def run(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str, Any]) -> int:
-    """Complete the file's prompts; exit code 1 if some could not be."""
+    """Complete the prompts of the files; exit code 1 if some could not be."""
     prompts = read_prompts(args.prompts, console.stdin())
+    running: dict[int, Line] = {}  # what the engine works on, by index
     settings = {"model": options.model, "seed": options.seed, "token_ids": args.token_ids, **sampling}
-    results = _open(args, prompts, settings)
-    tally = RunTally(results, len(results.done), len(prompts.lines))
+    dialect = find_dialect(prompts.first(), token_ids=args.token_ids)
+    results = _open(args, prompts, dialect, RunIdentity({**settings, "input": prompts.digest}), running)
+    tally = RunTally(results, prompts.num_lines)
     try:
-        todo = [line for line in prompts.lines if line.index not in results.done]
-        closing = _generate(options, todo, sampling, tally, token_ids=args.token_ids)
+        todo = (line for line in prompts.lines(dialect) if line.index not in results.done)
+        closing = ""
+        if tally.num_done < tally.num_lines:
+            closing = Work(options, dialect, sampling, tally, running).do(todo)
         results.finish()
     except (KeyboardInterrupt, OutputError) as error:
         results.close()
         return _stopped(error, results, tally, options.trace)
     finally:
         results.close()
-    if options.trace:
+    if options.trace and closing:
         closing += f"\ntimeline: {TraceFiles.at(str(options.trace))}"
     return _close(results, tally, closing)
 
 
 def _open(
-    args: argparse.Namespace, prompts: Prompts, settings: Mapping[str, Any]
+    args: argparse.Namespace, prompts: Prompts, dialect: Dialect, identity: RunIdentity, running: Mapping[int, Line]
 ) -> Printout | ResultFile | ResultStream:
     if args.output is None:
-        return Printout(prompts.lines)
-    if args.prompts != "-" and os.path.isfile(args.output) and os.path.samefile(args.prompts, args.output):
-        raise ConfigError(f"{args.output}: the results would overwrite the prompts; choose a different -o")
+        return Printout(running)
+    _check_overwrite(args.output, prompts)
     results = open_results(
         args.output,
-        prompts.fingerprint(settings),
-        len(prompts.lines),
+        identity,
+        prompts.num_lines,
+        form=OutputForm(output_container(args.output), dialect.columns, dialect.has_index),
         restart=args.restart,
         skip_damaged=args.skip_damaged,
+        retry_errors=args.retry_errors,
     )
     if isinstance(results, ResultStream):
         console.say(f"results go to {results.name} as they complete; such a run cannot be resumed")
     elif results.done:
         console.say(f"resuming from {results.part.path}: {len(results.done)} prompts are done (--restart starts over)")
+    elif args.retry_errors and not results.num_failed:
+        results.close()
+        raise ConfigError(f"{args.output}: no errors to retry: there is no {results.part.path}; run without the flag")
     return results
 
 
-def _generate(
-    options: EngineOptions,
-    todo: Sequence[Line | BadLine],
-    sampling: Mapping[str, Any],
-    tally: RunTally,
-    *,
-    token_ids: bool,
-) -> str:
-    """Run the prompts; the summary of how that went."""
-    by_index = {line.index: line for line in todo if isinstance(line, Line)}
-    with LLM(**dataclasses.asdict(options)) as llm, progress_bar("generating", tally.num_lines, "prompt") as bar:
-        bar.advance(tally.num_done)
-        meter = OverlapMeter(llm.engine.monitor)
-
-        def keep(record: Record) -> None:
-            tally.add(record)
-            bar.advance(1, record.get("num_tokens", 0))
-
-        with heap_frozen():
-            for index, completion in llm.run(_jobs(llm, todo, sampling, keep)):
-                keep(result_record(by_index[index], completion, token_ids=token_ids))
-        return meter.summary()
+def _check_overwrite(output: str, prompts: Prompts) -> None:
+    taken = [output, str(errors_beside(Path(os.path.realpath(output))))]
+    for place in filter(os.path.isfile, taken):
+        for file in prompts.files:
+            if os.path.isfile(file.name) and os.path.samefile(file.name, place):
+                raise ConfigError(f"{place}: the results would overwrite the prompts; choose a different -o")
 
 
-def _jobs(
-    llm: LLM, lines: Sequence[Line | BadLine], sampling: Mapping[str, Any], keep: Callable[[Record], None]
-) -> Iterator[tuple[int, Job]]:
-    """Jobs for the lines that can run; the others become results with their error."""
-    for line in lines:
-        try:
-            if isinstance(line, BadLine):
-                raise InvalidRequest(line.error)
-            yield line.index, prepare(llm, line, sampling)
-        except InvalidRequest as error:
-            keep(error_record(line.index, line.id, str(error)))
+class Work:
+    """The prompts on their way through the engine."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        dialect: Dialect,
+        sampling: Mapping[str, Any],
+        tally: RunTally,
+        running: dict[int, Line],
+    ) -> None:
+        self._options = options
+        self._dialect = dialect
+        self._sampling = sampling
+        self._tally = tally
+        self._running = running
+
+    def do(self, todo: Iterator[Line | BadLine]) -> str:
+        """Run them; the summary of how that went."""
+        tally = self._tally
+        with (
+            LLM(**dataclasses.asdict(self._options)) as llm,
+            progress_bar("generating", tally.num_lines, "prompt") as bar,
+        ):
+            bar.advance(tally.num_done)
+            meter = OverlapMeter(llm.engine.monitor)
+
+            def keep(line: Line | BadLine, record: Record, num_tokens: int) -> None:
+                tally.add(record, line.id)
+                bar.advance(1, num_tokens)
+
+            with heap_frozen():
+                for index, completion in llm.run(self._jobs(llm, todo, keep)):
+                    line = self._running[index]
+                    record = self._dialect.result(line, completion, llm.tokenizer)
+                    keep(line, record, sum(len(choice.token_ids) for choice in completion.choices))
+                    del self._running[index]
+            return meter.summary()
+
+    def _jobs(
+        self, llm: LLM, lines: Iterator[Line | BadLine], keep: Callable[[Line | BadLine, Record, int], None]
+    ) -> Iterator[tuple[int, Job]]:
+        """Jobs for the lines that can run; the others become results with their error."""
+        for line in lines:
+            try:
+                if isinstance(line, BadLine):
+                    raise InvalidRequest(line.error)
+                job = prepare(llm, line, self._sampling)
+            except InvalidRequest as error:
+                keep(line, self._dialect.error(line, str(error)), 0)
+                continue
+            self._running[line.index] = line
+            yield line.index, job
 
 
 def prepare(llm: LLM, line: Line, sampling: Mapping[str, Any]) -> Job:
@@ -152,7 +204,7 @@ def prepare(llm: LLM, line: Line, sampling: Mapping[str, Any]) -> Job:
     if params.seed is None:  # from the line, not from when it runs: an interrupted run goes on with the same draws
         params = dataclasses.replace(params, seed=derive_seed(llm.engine.options.seed, line.index))
     if line.messages is not None:
-        return llm.prepare_chat(line.messages, params)
+        return llm.prepare_chat(line.messages, params, **line.template)
     return llm.prepare(line.prompt, params)
 
 
@@ -171,14 +223,17 @@ def _stopped(error: BaseException, results: object, tally: RunTally, trace: str 
 
 
 def _close(results: object, tally: RunTally, closing: str) -> int:
-    for record in sorted(tally.errors, key=lambda record: int(record["index"])):
-        console.say(f"error in {record['id']!r}: {record['error']}")
+    for told in tally.errors:
+        console.say(told)
+    if tally.num_errors > len(tally.errors):
+        console.say(f"{tally.num_errors} prompts failed")
     if isinstance(results, ResultFile):
-        print(
-            f"{tally.num_lines - len(tally.errors)} of {tally.num_lines} prompts completed; results in {results.path}"
-        )
+        num_done = tally.num_lines - tally.num_errors
+        print(f"{num_done} of {tally.num_lines} prompts completed; results in {results.path}")
+        if tally.num_errors:
+            console.say(f"errors are in {results.errors_path} too; --retry-errors runs those prompts again")
     if isinstance(results, ResultStream):  # standard output may be the stream
         console.say(closing)
-    else:
+    elif closing:
         print(closing)
-    return EXIT_FAILED if tally.errors else 0
+    return EXIT_FAILED if tally.num_errors else 0

@@ -14,10 +14,11 @@ from gapless.commands.run import prepare
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
 from gapless.errors import InvalidRequest
+from gapless.formats.base import Line
 from gapless.garbage import heap_frozen
 from gapless.llm import LLM
 from gapless.progress import progress_bar
-from gapless.prompt_file import Line, read_prompts
+from gapless.prompt_file import read_prompts
 from gapless.report import OverlapMeter
 from gapless.trace.files import TraceFiles
 from gapless.trace.timeline import Timeline
@@ -55,7 +56,7 @@ def record_all(
     path: str, options: EngineOptions, sampling: Mapping[str, Any], depths: Sequence[int | str]
 ) -> list[Recorded]:
     """Run the prompts of a file at each depth, up to an interrupt. Raises InvalidRequest if any line cannot run."""
-    found = read_prompts(path, console.stdin()).lines
+    found = list(read_prompts([path], console.stdin()).lines())
     for line in found:
         if not isinstance(line, Line):
             raise InvalidRequest(line.error)

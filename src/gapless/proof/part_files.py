@@ -1,8 +1,8 @@
 """Part files damaged at random: `python -m gapless.proof.fuzz --target part-files`.
 
 A run is stopped at a random result, its part file is mutated, and the run resumes from there, often more than once.
-Each time the outcome is either the file of an undisturbed run, to the byte, or a refusal with a GaplessError. A result
-that no run produced is never accepted.
+Some prompts fail at first and are retried, or not. At last they all are. Each time the outcome is either the files of
+an undisturbed run, to the byte, or a refusal with a GaplessError. A result that no run produced is never accepted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from pathlib import Path
 
 from gapless.errors import GaplessError
 from gapless.part_file import Record
-from gapless.result_file import ResultFile, error_record
+from gapless.result_file import ResultFile
+from gapless.run_identity import RunIdentity
 
+RUN = RunIdentity({"model": "m", "input": "0"})
 MOST_LINES = 12
 MOST_MUTATIONS = 4
 MOST_RESUMES = 3
@@ -92,7 +94,9 @@ def _shuffle_lines(dice: random.Random, data: bytearray) -> None:
 
 def _edit_head(dice: random.Random, data: bytearray) -> None:
     end = data.find(b"\n") + 1
-    data[:end] = dice.choice((*JUNK, b'{"part_of": "run"}', b'{"part_of": "run", "crc": "00000000"}')) + b"\n"
+    data[:end] = (
+        dice.choice((*JUNK, b'{"part_of": "run"}', b'{"part_of": "run", "run": {}, "crc": "00000000"}')) + b"\n"
+    )
 
 
 MUTATIONS: tuple[Mutation, ...] = (_flip, _cut, _drop, _blank, _grow, _insert, _shuffle_lines, _edit_head)
@@ -131,7 +135,7 @@ def _play(dice: random.Random, folder: Path) -> list[str]:
     records = _draw_records(dice)
     path = folder / "out.jsonl"
     wanted = _whole(folder / "wanted.jsonl", records)
-    _run(path, records, dice.randrange(1, len(records) + 1), skip_damaged=False)
+    _run(dice, path, records, dice.randrange(1, len(records) + 1), skip_damaged=False)
     part = path.with_name("out.jsonl.part")
     outcomes = []
     for number in range(dice.randrange(1, MOST_RESUMES + 1)):
@@ -139,7 +143,7 @@ def _play(dice: random.Random, folder: Path) -> list[str]:
             _mutate(dice, part)
         skip = dice.random() < 0.7
         try:
-            _run(path, records, dice.randrange(len(records) + 1), skip_damaged=skip)
+            _run(dice, path, records, dice.randrange(len(records) + 1), skip_damaged=skip)
             outcomes.append("skipped" if skip else "resumed")
         except GaplessError:
             outcomes.append("refused")
@@ -157,7 +161,7 @@ def _draw_records(dice: random.Random) -> list[Record]:
     indexes = list(range(dice.randrange(1, MOST_LINES + 1)))
     dice.shuffle(indexes)
     return [
-        error_record(index, index, dice.choice(WORDS))
+        {"index": index, "id": index, "error": dice.choice(WORDS)}
         if dice.random() < 0.2
         else {"index": index, "id": dice.choice(WORDS), "text": dice.choice(WORDS)}
         for index in indexes
@@ -172,21 +176,30 @@ def _mutate(dice: random.Random, part: Path) -> None:
     part.write_bytes(data)
 
 
-def _run(path: Path, records: list[Record], most: int, *, skip_damaged: bool) -> None:
-    """Resume, complete at most this many results, and stop as if killed."""
-    file = ResultFile(path, "run", len(records), skip_damaged=skip_damaged)
-    for record in [record for record in records if record["index"] not in file.done][:most]:
-        file.add(record)
+def _run(dice: random.Random, path: Path, records: list[Record], most: int, *, skip_damaged: bool) -> None:
+    """Resume, complete at most this many results, some of them badly, and stop as if killed; or finish at times."""
+    retry = dice.random() < 0.5
+    file = ResultFile(path, RUN, len(records), skip_damaged=skip_damaged, retry_errors=retry)
+    todo = [record for record in records if record["index"] not in file.done]
+    for record in todo[:most]:
+        file.add(record if dice.random() < 0.8 else {"index": record["index"], "id": 0, "error": "not now"})
+    if most >= len(todo) and file.num_failed:  # such a run can still be resumed
+        file.finish()
     file.close()
 
 
-def _whole(path: Path, records: list[Record], *, restart: bool = False, skip_damaged: bool = False) -> bytes:
-    """Resume, complete every result, and take the file away."""
-    file = ResultFile(path, "run", len(records), restart=restart, skip_damaged=skip_damaged)
+def _whole(
+    path: Path, records: list[Record], *, restart: bool = False, skip_damaged: bool = False
+) -> tuple[bytes, bytes]:
+    """Resume, complete every result, and take the results and the errors away."""
+    file = ResultFile(path, RUN, len(records), restart=restart, skip_damaged=skip_damaged, retry_errors=True)
     for record in records:
         if record["index"] not in file.done:
             file.add(record)
     file.finish()
-    found = path.read_bytes()
-    path.unlink()
+    errors = file.errors_path.read_bytes() if file.errors_path.exists() else b""
+    found = path.read_bytes(), errors
+    assert file.part.path.exists() == bool(errors), "the part file stays for the errors, and for nothing else"
+    for each in (path, file.errors_path, file.part.path):
+        each.unlink(missing_ok=True)
     return found
