@@ -311,8 +311,14 @@ def test_a_damaged_directory(copy: Path, damage: Callable[[Path], None], parts: 
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:
+    write_dummy(tmp_path, architectures=["WhateverForCausalLM"], model_type="whatever")
+    with refused(UnsupportedModel, "WhateverForCausalLM is not supported", "LlamaForCausalLM"):
+        LLM(tmp_path, load_format="dummy")
+
+
+def test_a_recurrent_model(tmp_path: Path) -> None:
     write_dummy(tmp_path, architectures=["MambaForCausalLM"], model_type="mamba")
-    with refused(UnsupportedModel, "MambaForCausalLM is not supported", "LlamaForCausalLM"):
+    with refused(UnsupportedModel, "MambaForCausalLM is not supported", "recurrent state"):
         LLM(tmp_path, load_format="dummy")
 
 

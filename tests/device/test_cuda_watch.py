@@ -226,6 +226,6 @@ def test_a_step_is_watched_while_its_timer_runs_it(world: World, monkeypatch: py
     foreign(0.0)
     world.now = 1.0
     timer.around(2, lambda: None)()
-    *_, begin, end, _, _, launch, compiling, allocation = timer.read()
+    *_, begin, end, _, _, launch, compiling, allocation, masks = timer.read()
     assert (end - begin, launch) == (pytest.approx(0.052), pytest.approx(0.030))
-    assert (compiling, allocation) == (0, 0)
+    assert (compiling, allocation, masks) == (0, 0, 0)

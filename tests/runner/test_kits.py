@@ -22,6 +22,7 @@ from gapless.runner import kits
 from gapless.runner.fill import Filled
 from gapless.runner.kits.base import BuildProgress, Built, LoadedModel, Resolved, Settings, WeightOptions
 from gapless.runner.resolve import resolve
+from gapless.runner.steering import Steering
 
 ANSWER = 7
 
@@ -31,6 +32,7 @@ class NullRunner:
 
     def __init__(self) -> None:
         self.buffers: Sequence[Buffer] = ()
+        self.mask_words = 0
         self.ledger: Counter[str] = Counter()
 
     def fill(self, plan: Plan, out: IntArray) -> Filled:
@@ -39,6 +41,12 @@ class NullRunner:
     def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         out[: filled.plan.num_samples] = ANSWER
         self.ledger["nothing computed"] += 1
+
+    def forward(self, filled: Filled, packed_plan: torch.Tensor) -> None:
+        raise AssertionError("no request has a guide")
+
+    def sample(self, filled: Filled, packed_plan: torch.Tensor, new: Steering, out: torch.Tensor) -> None:
+        raise AssertionError("no request has a guide")
 
 
 class NullKit:
@@ -55,7 +63,15 @@ class NullKit:
     def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
         return None  # type: ignore[return-value]
 
-    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: BuildProgress | None) -> Built:
+    def assemble(
+        self,
+        device: Device,
+        model: LoadedModel,
+        resolved: Resolved,
+        progress: BuildProgress | None,
+        *,
+        processed: bool = False,
+    ) -> Built:
         return Built(resolved, device, NullRunner(), ())
 
 

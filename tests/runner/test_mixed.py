@@ -78,9 +78,9 @@ def test_the_inputs_are_those_of_the_plain_runner(plan: Plan, chunks_at_a_time: 
     for name in ("chunk_rows", "chunk_offsets", "chunk_starts", "chunk_ends"):
         assert torch.equal(getattr(found, name)[:chunks], getattr(batch, name)), name
     samples = plan.num_samples
-    assert torch.equal(found.sample_rows[:samples], wanted.sampled.rows)
-    assert torch.equal(found.sample_places[:samples], wanted.sampled.places)
     assert wanted.sample_tokens is not None
+    assert torch.equal(found.sample_rows[:samples], views.sample_rows.long())
+    assert torch.equal(found.sample_places[:samples], wanted.positions[wanted.sample_tokens] + 1)
     assert torch.equal(found.sample_tokens[:samples], wanted.sample_tokens)
 
 
