@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from wanderers import guide_for
+from wanderers import allowed, guide_for
 
 from gapless.errors import InvalidRequest
-from gapless.guides.masks import fill_masks
+from gapless.guides.masks import advance_grammars, fill_masks
 from gapless.guides.vocabulary import Vocabulary
 from gapless.text.tokenizer import Tokenizer
 
@@ -44,3 +44,12 @@ def test_one_that_fails(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     assert list(errors) == [3]
     assert isinstance(errors[3], InvalidRequest)
     assert masks[[0, 1, 2, 4]].any(axis=1).all()
+
+
+def test_tokens_for_many_at_once(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    guides = [guide_for(vocabulary, regex=text) for text in ("ab", "a", "a+", "bc", "ab")]
+    errors = advance_grammars(guides, tokenizer.encode("a") * 5)
+    assert list(errors) == [3]
+    assert isinstance(errors[3], InvalidRequest)
+    assert [guide.is_over for guide in guides] == [False, True, False, False, False]
+    assert allowed(guides[0], vocabulary) == tokenizer.encode("b")

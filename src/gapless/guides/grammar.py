@@ -116,37 +116,32 @@ class GrammarGuide:
 
     @property
     def matcher(self) -> LLMatcher:
-        return self._take()[0]
+        return self.taken()[0]
 
-    @property
-    def group(self) -> int:
-        """Guides of one group are filled one after the other."""
-        return self._take()[1]
-
-    def _take(self) -> tuple[LLMatcher, int]:
+    def taken(self) -> tuple[LLMatcher, int]:
+        """The matcher, and its group: guides of one group are filled one after the other."""
         if self._taken is None:
             self._taken = self._grammar.take()
         return self._taken
 
     def advance(self, tokens: npt.NDArray[np.int32]) -> None:
         if len(tokens):
-            matcher = self._take()[0]
-            if not matcher.consume_tokens(tokens.tolist()):
-                raise self._grammar.failure(matcher)
-            self.is_over = matcher.is_stopped()
+            self.look(self.matcher.consume_tokens(tokens.tolist()))
+
+    def look(self, took: bool) -> None:
+        """After the matcher was given tokens: whether it took them, and whether that was the end."""
+        matcher = self.taken()[0]
+        if not took:
+            raise self._grammar.failure(matcher)
+        self.is_over = matcher.is_stopped()
 
     def fill(self, out: npt.NDArray[np.int32]) -> None:
         mask = out if len(out) == self.num_words else np.empty(self.num_words, np.int32)
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self.check()
+        if self.matcher.is_error():  # too complex at this place
+            raise self._grammar.failure(self.matcher)
         if mask is not out:
             out[:] = mask[: len(out)]
-
-    def check(self) -> None:
-        """Raise InvalidRequest if the grammar turned out to be too complex at this place."""
-        matcher = self._take()[0]
-        if matcher.is_error():
-            raise self._grammar.failure(matcher)
 
 
 def plain(error: str) -> str:

@@ -27,30 +27,38 @@ def fill_masks(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> Mapping[i
     """
     width = out.shape[1]
     together = [
-        (guide.group, index, guide.matcher)
-        for index, guide in enumerate(guides)
-        if is_grammar(guide) and guide.num_words == width
+        (*guide.taken(), index) for index, guide in enumerate(guides) if is_grammar(guide) and guide.num_words == width
     ]
     if len(together) <= FEW:
         together = []
     else:
-        together.sort(key=itemgetter(0))  # neighbours go to one thread, and guides of a group wait for each other
-        pairs = [(matcher, index) for _, index, matcher in together]
+        together.sort(key=itemgetter(1))  # neighbours go to one thread, and guides of a group wait for each other
+        pairs = [(matcher, index) for matcher, _, index in together]
         _executor().unsafe_compute_mask_ptr(pairs, out.ctypes.data, width * out.itemsize, len(out))
-    filled = {index for _, index, _ in together}
+    alone = set(range(len(guides))).difference([index for _, _, index in together])
     errors: dict[int, Exception] = {}
-    for index, guide in enumerate(guides):
+    for index in sorted(alone.union([index for matcher, _, index in together if matcher.is_error()])):
         try:
-            if index not in filled:
-                guide.fill(out[index])
-            elif is_grammar(guide):
-                guide.check()
+            guides[index].fill(out[index])  # one that has failed says why
         except Exception as error:
             errors[index] = error
     return errors
 
 
-def is_grammar(guide: Guide) -> TypeGuard[GrammarGuide]:
+def advance_grammars(guides: Sequence[GrammarGuide], tokens: Sequence[int]) -> Mapping[int, Exception]:
+    """Each guide takes in its token. Returns the errors by index, as `fill_masks` does."""
+    pairs = [(guide.matcher, token) for guide, token in zip(guides, tokens, strict=True)]
+    took = _executor().consume_token_par(pairs)
+    errors: dict[int, Exception] = {}
+    for index, guide in enumerate(guides):
+        try:
+            guide.look(took[index])
+        except Exception as error:
+            errors[index] = error
+    return errors
+
+
+def is_grammar(guide: Guide | None) -> TypeGuard[GrammarGuide]:
     """Asked by name, so that the library of grammars is loaded only where there is one."""
     return type(guide).__name__ == "GrammarGuide"
 
