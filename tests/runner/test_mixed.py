@@ -82,6 +82,8 @@ def test_the_inputs_are_those_of_the_plain_runner(plan: Plan, chunks_at_a_time: 
     assert torch.equal(found.sample_rows[:samples], views.sample_rows.long())
     assert torch.equal(found.sample_places[:samples], wanted.positions[wanted.sample_tokens] + 1)
     assert torch.equal(found.sample_tokens[:samples], wanted.sample_tokens)
+    assert found.sample_rows[:samples].tolist() == plan.sample_rows.tolist()
+    assert torch.equal(found.sample_places[:samples], wanted.positions[wanted.sample_tokens] + 1)
 
 
 @settings(max_examples=40, deadline=None)
