@@ -232,10 +232,10 @@ class StructuredBench:
             "type": "object",
             "properties": {
                 f"id_{self._num_schemas}": {"type": "integer", "minimum": 0, "maximum": 99999},
-                "name": {"type": "string", "maxLength": 40},
+                "name": {"type": "string", "maxLength": 64},
                 "color": {"enum": list(WORDS)},
                 "score": {"type": "number"},
-                "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 3},
+                "tags": {"type": "array", "items": {"enum": list(WORDS)}, "maxItems": 3},
                 "active": {"type": "boolean"},
             },
             "required": [f"id_{self._num_schemas}", "name", "color", "score", "tags", "active"],
