@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from gapless.core.baggage import MOST
-from gapless.core.guide import MASK_BITS
 from gapless.core.row_fields import BIASED, COUNTED, need
 from gapless.runner.row_store import RowState, seat_columns
 
 FIRST_LOOK = 256  # likeliest tokens, in which most filters find their floor
 MASKED = need("masked")
-
+# By the value of a byte of a mask: eight bytes, 1 for each token that it does not allow. Eight tokens in one lookup.
+_FORBIDDEN = torch.tensor([[1 - (byte >> bit & 1) for bit in range(8)] for byte in range(256)], dtype=torch.uint8)
+_FORBIDDEN = _FORBIDDEN.view(torch.int64).flatten()
 
 # [n] or [n, width] of each field of a seat; "place": of the token to come; "mask", "counts", "biases": if needed
 Fields = Mapping[str, torch.Tensor]
@@ -65,9 +66,10 @@ def forbid_stops(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
 
 def mask(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
     """Put tokens that the row's guide does not allow out of reach."""
-    token = torch.arange(logits.shape[1], device=logits.device)
-    allowed = (fields["mask"][:, token // MASK_BITS] >> (token % MASK_BITS)) & 1
-    return logits.masked_fill((allowed == 0) & (fields["masked"] > 0)[:, None], -torch.inf)
+    words = torch.where((fields["masked"] > 0)[:, None], fields["mask"], -1)
+    places = words.view(torch.uint8).int()  # [n, bytes]
+    forbidden = _FORBIDDEN.to(logits.device).index_select(0, places.flatten()).view(torch.bool).view(len(logits), -1)
+    return logits.masked_fill(forbidden[:, : logits.shape[1]], -torch.inf)
 
 
 def add_biases(logits: torch.Tensor, fields: Fields) -> torch.Tensor:
