@@ -77,6 +77,7 @@ LAW: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(TOP_LEVEL, ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES)),
     "server": ("pipeline.engine", "models.source", "text", "trace.files", *VALUES, *LEAVES),
     "cli": ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES, *BENCH),
+    "formats": ("server", "text", *VALUES, *TOP_LEVEL, *LEAVES),  # server: the types of OpenAI's bodies
     "__main__": ("cli",),
     "commands": ("pipeline.engine", "models.source", "text", "trace", "server", *VALUES, *TOP_LEVEL, *LEAVES, *PROOF),
     "__init__": ("async_llm", "client", "core.params", "core.processor", "errors", "llm"),

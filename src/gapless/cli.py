@@ -81,8 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
         "prompts",
         nargs="+",
         metavar="FILE",
-        help='files, or patterns such as "in-*.jsonl", of lines {"prompt": ...} or {"messages": [...]}; '
-        "- is standard input",
+        help='files, or patterns such as "in-*.jsonl", of lines {"prompt": ...} or {"messages": [...]}, or of an '
+        "OpenAI batch, or Parquet files; - is standard input",
     )
     run.add_argument(
         "-o",
@@ -90,6 +90,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="OUT.jsonl",
         help="write each result to OUT.jsonl.part as it completes, and the sorted file at the end; links are followed; "
         "a FIFO, a device or - (standard output) gets results as they complete; default: print them",
+    )
+    run.add_argument(
+        "--served-model-name", action="append", metavar="NAME", help="model that bodies of an OpenAI batch may name"
     )
     run.add_argument("--token-ids", action="store_true", help="write the generated token ids too")
     run.add_argument("--restart", action="store_true", help="ignore and overwrite OUT.jsonl.part of an earlier run")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from gapless.errors import InvalidRequest
-from gapless.formats.base import BadLine, Container, Dialect, Line, Row
+from gapless.formats.base import BadLine, Container, Dialect, Line, Row, Unreadable
 from gapless.formats.find import find_container
 from gapless.formats.jsonl import JsonLines
 from gapless.formats.plain import PlainRows
@@ -166,6 +166,8 @@ def _readable(name: str) -> Iterator[None]:
     """Errors of reading as the user is told of them."""
     try:
         yield
+    except Unreadable as error:
+        raise InvalidRequest(f"{name}: {error}") from None
     except FileNotFoundError:
         raise InvalidRequest(f"{name}: no such file") from None
     except OSError as error:

@@ -21,6 +21,7 @@ from gapless.core.params import SamplingParams
 from gapless.errors import ConfigError, InvalidRequest, OutputError
 from gapless.formats.base import BadLine, Dialect, Line, OutputForm
 from gapless.formats.find import find_dialect, output_container
+from gapless.formats.plain import PlainRows
 from gapless.garbage import heap_frozen
 from gapless.llm import LLM
 from gapless.part_file import Record, failed
@@ -91,8 +92,10 @@ def run(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str,
     prompts = read_prompts(args.prompts, console.stdin())
     running: dict[int, Line] = {}  # what the engine works on, by index
     settings = {"model": options.model, "seed": options.seed, "token_ids": args.token_ids, **sampling}
-    dialect = find_dialect(prompts.first(), token_ids=args.token_ids)
-    results = _open(args, prompts, dialect, RunIdentity({**settings, "input": prompts.digest}), running)
+    identity = RunIdentity({**settings, "input": prompts.digest})
+    names = args.served_model_name or [options.model, Path(options.model).name]
+    dialect = find_dialect(prompts.first(), token_ids=args.token_ids, names=names, run=identity.fingerprint)
+    results = _open(args, prompts, dialect, identity, running)
     tally = RunTally(results, prompts.num_lines)
     try:
         todo = (line for line in prompts.lines(dialect) if line.index not in results.done)
@@ -114,6 +117,8 @@ def _open(
     args: argparse.Namespace, prompts: Prompts, dialect: Dialect, identity: RunIdentity, running: Mapping[int, Line]
 ) -> Printout | ResultFile | ResultStream:
     if args.output is None:
+        if not isinstance(dialect, PlainRows):
+            raise ConfigError("the results of a batch go to a file; add -o OUT.jsonl")
         return Printout(running)
     _check_overwrite(args.output, prompts)
     results = open_results(
@@ -200,7 +205,7 @@ class Work:
 
 def prepare(llm: LLM, line: Line, sampling: Mapping[str, Any]) -> Job:
     """A job for a line of a prompt file. Raises InvalidRequest."""
-    params = SamplingParams.from_dict({**sampling, **line.params})
+    params = SamplingParams.from_dict({**line.defaults, **sampling, **line.params})
     if params.seed is None:  # from the line, not from when it runs: an interrupted run goes on with the same draws
         params = dataclasses.replace(params, seed=derive_seed(llm.engine.options.seed, line.index))
     if line.messages is not None:

@@ -39,6 +39,7 @@ class Line:
     messages: Any
     params: Mapping[str, Any]
     template: Mapping[str, Any] = field(default_factory=dict)  # further values for the chat template
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # parameters where neither row nor flags have them
     origin: Any = None  # what the dialect needs to word the result
 
 
@@ -51,11 +52,15 @@ class BadLine:
     error: str
 
 
+class Unreadable(Exception):
+    """A file that is not what its container needs; the message does not name the file."""
+
+
 class Container(Protocol):
     """How rows lie in a file. Rows are read and written a few at a time, whatever the size of the file."""
 
     def rows(self, file: BinaryIO) -> Iterator[Row]:
-        """Raises InvalidRequest, and UnicodeDecodeError for text that is none."""
+        """Raises Unreadable, and UnicodeDecodeError for text that is none."""
 
     def count(self, file: BinaryIO) -> int:
         """How many rows there are. Raises as `rows` does for a file that cannot be read to its end."""
