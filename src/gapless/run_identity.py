@@ -10,15 +10,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 UNSET = object()
+CONTENTS = {"input": "the prompts", "model_files": "the files of the model"}  # digests
+MODEL_FILES = (".safetensors", ".gguf", ".json", ".jinja", ".model")
+SAMPLE_BYTES = 1 << 16
 LONGEST_VALUE = 60  # characters of a value in a message
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Settings by name; `input` is the digest of the prompts."""
+    """Settings by name; `input` and `model_files` are digests."""
 
     values: Mapping[str, Any]
 
@@ -36,11 +40,30 @@ class RunIdentity:
         return "; ".join(filter(None, told)) or "other prompts, model or parameters"
 
 
+def digest_of_model(model: str) -> str | None:
+    """Of the files that a model has on this machine; None for a name.
+
+    Samples of each file are enough to tell weights apart, and cost nothing beside loading them.
+    """
+    place = Path(model)
+    files = sorted(place.iterdir()) if place.is_dir() else [place] if place.is_file() else []
+    digest = hashlib.sha256()
+    for path in files:
+        if path.suffix in MODEL_FILES and path.is_file():
+            size = path.stat().st_size
+            digest.update(f"{path.name if place.is_dir() else ''} {size}\n".encode())
+            with path.open("rb") as file:
+                for begin in (0, size // 2, max(0, size - SAMPLE_BYTES)):
+                    file.seek(begin)
+                    digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16] if files else None
+
+
 def _tell(name: str, before: object, now: object) -> str:
     if before == now:
         return ""
-    if name == "input":
-        return "the prompts have changed"
+    if name in CONTENTS:
+        return f"{CONTENTS[name]} have changed"
     return f"{name} was {_value(before)}, now {_value(now)}"
 
 

@@ -30,7 +30,7 @@ from gapless.progress import progress_bar
 from gapless.prompt_file import Prompts, read_prompts
 from gapless.report import OverlapMeter
 from gapless.result_file import ResultFile, Results, ResultStream, errors_beside, open_results
-from gapless.run_identity import RunIdentity
+from gapless.run_identity import RunIdentity, digest_of_model
 from gapless.trace.files import TraceFiles
 
 MOST_ERRORS = 20  # told at the end; all of them are in the results
@@ -92,7 +92,8 @@ def run(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str,
     prompts = read_prompts(args.prompts, console.stdin())
     running: dict[int, Line] = {}  # what the engine works on, by index
     settings = {"model": options.model, "seed": options.seed, "token_ids": args.token_ids, **sampling}
-    identity = RunIdentity({**settings, "input": prompts.digest})
+    contents = {"input": prompts.digest, "model_files": digest_of_model(options.model)}
+    identity = RunIdentity({**settings, **contents})
     names = args.served_model_name or [options.model, Path(options.model).name]
     dialect = find_dialect(prompts.first(), token_ids=args.token_ids, names=names, run=identity.fingerprint)
     results = _open(args, prompts, dialect, identity, running)

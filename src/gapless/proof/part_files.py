@@ -1,12 +1,14 @@
 """Part files damaged at random: `python -m gapless.proof.fuzz --target part-files`.
 
 A run is stopped at a random result, its part file is mutated, and the run resumes from there, often more than once.
-Some prompts fail at first and are retried, or not. At last they all are. Each time the outcome is either the files of
-an undisturbed run, to the byte, or a refusal with a GaplessError. A result that no run produced is never accepted.
+Results are written in one of several formats. Some prompts fail at first and are retried, or not; at last they all are.
+Each time the outcome is either the files of an undisturbed run, to the byte, or a refusal with a GaplessError. A result
+that no run produced is never accepted.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import random
@@ -18,11 +20,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gapless.errors import GaplessError
+from gapless.formats.base import OutputForm
+from gapless.formats.jsonl import JsonLines
+from gapless.formats.parquet import ParquetFile
+from gapless.formats.plain import COLUMNS
 from gapless.part_file import Record
-from gapless.result_file import ResultFile
+from gapless.result_file import PLAIN, ResultFile
 from gapless.run_identity import RunIdentity
 
 RUN = RunIdentity({"model": "m", "input": "0"})
+FORMS = [PLAIN, OutputForm(JsonLines(), {}, has_index=False)]
+if importlib.util.find_spec("pyarrow") is not None:
+    FORMS.append(OutputForm(ParquetFile(), COLUMNS))
 MOST_LINES = 12
 MOST_MUTATIONS = 4
 MOST_RESUMES = 3
@@ -132,10 +141,10 @@ def _quiet() -> Iterator[None]:
 
 def _play(dice: random.Random, folder: Path) -> list[str]:
     """One case: the outcome of each resume."""
-    records = _draw_records(dice)
+    records, form = _draw_records(dice), dice.choice(FORMS)
     path = folder / "out.jsonl"
-    wanted = _whole(folder / "wanted.jsonl", records)
-    _run(dice, path, records, dice.randrange(1, len(records) + 1), skip_damaged=False)
+    wanted = _whole(folder / "wanted.jsonl", records, form)
+    _run(dice, path, records, form, dice.randrange(1, len(records) + 1), skip_damaged=False)
     part = path.with_name("out.jsonl.part")
     outcomes = []
     for number in range(dice.randrange(1, MOST_RESUMES + 1)):
@@ -143,15 +152,15 @@ def _play(dice: random.Random, folder: Path) -> list[str]:
             _mutate(dice, part)
         skip = dice.random() < 0.7
         try:
-            _run(dice, path, records, dice.randrange(len(records) + 1), skip_damaged=skip)
+            _run(dice, path, records, form, dice.randrange(len(records) + 1), skip_damaged=skip)
             outcomes.append("skipped" if skip else "resumed")
         except GaplessError:
             outcomes.append("refused")
     try:
-        found = _whole(path, records, skip_damaged=True)
+        found = _whole(path, records, form, skip_damaged=True)
     except GaplessError:
         outcomes.append("restarted")
-        found = _whole(path, records, restart=True)
+        found = _whole(path, records, form, restart=True)
     assert found == wanted, f"{found!r} is not {wanted!r}"
     return outcomes
 
@@ -176,10 +185,12 @@ def _mutate(dice: random.Random, part: Path) -> None:
     part.write_bytes(data)
 
 
-def _run(dice: random.Random, path: Path, records: list[Record], most: int, *, skip_damaged: bool) -> None:
+def _run(
+    dice: random.Random, path: Path, records: list[Record], form: OutputForm, most: int, *, skip_damaged: bool
+) -> None:
     """Resume, complete at most this many results, some of them badly, and stop as if killed; or finish at times."""
     retry = dice.random() < 0.5
-    file = ResultFile(path, RUN, len(records), skip_damaged=skip_damaged, retry_errors=retry)
+    file = ResultFile(path, RUN, len(records), form=form, skip_damaged=skip_damaged, retry_errors=retry)
     todo = [record for record in records if record["index"] not in file.done]
     for record in todo[:most]:
         file.add(record if dice.random() < 0.8 else {"index": record["index"], "id": 0, "error": "not now"})
@@ -189,10 +200,10 @@ def _run(dice: random.Random, path: Path, records: list[Record], most: int, *, s
 
 
 def _whole(
-    path: Path, records: list[Record], *, restart: bool = False, skip_damaged: bool = False
+    path: Path, records: list[Record], form: OutputForm, *, restart: bool = False, skip_damaged: bool = False
 ) -> tuple[bytes, bytes]:
     """Resume, complete every result, and take the results and the errors away."""
-    file = ResultFile(path, RUN, len(records), restart=restart, skip_damaged=skip_damaged, retry_errors=True)
+    file = ResultFile(path, RUN, len(records), form=form, restart=restart, skip_damaged=skip_damaged, retry_errors=True)
     for record in records:
         if record["index"] not in file.done:
             file.add(record)
