@@ -207,3 +207,20 @@ def test_the_errors_file_is_never_also_the_input(bench: Bench, capsys: pytest.Ca
     errors.write_bytes(bench.prompts.read_bytes())
     assert bench.run(prompts=str(errors)) == 2
     assert "would overwrite the prompts" in capsys.readouterr().err
+
+
+def test_a_retry_that_heals_every_error_succeeds(bench: Bench) -> None:
+    bench.prompts.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in "abc"))
+    real = run_command.prepare
+
+    def refuse(llm: Any, line: Any, sampling: Any) -> Any:
+        if line.index == 1:
+            raise InvalidRequest("not now")
+        return real(llm, line, sampling)
+
+    with patch.object(run_command, "prepare", refuse):
+        assert bench.run() == 1
+    assert bench.run("--retry-errors") == 0
+    assert [record["index"] for record in bench.results()] == [0, 1, 2]
+    assert all("error" not in record for record in bench.results())
+    assert sorted(path.name for path in bench.out.parent.iterdir()) == ["in.jsonl", "out.jsonl"]

@@ -20,7 +20,7 @@ from gapless.errors import ConfigError, OutputError
 from gapless.file_lock import OpenRaw
 from gapless.formats.base import OutputForm
 from gapless.formats.jsonl import JsonLines
-from gapless.part_file import PartFile, Record, sync, sync_folder, to_json, write_all
+from gapless.part_file import PartFile, Record, failed, sync, sync_folder, to_json, write_all
 from gapless.run_identity import RunIdentity
 
 STDOUT, STDERR = 1, 2
@@ -130,7 +130,7 @@ class ResultStream:
     def __init__(self, name: str, file: io.FileIO, form: OutputForm = PLAIN) -> None:
         self.name, self._file, self._form = name, file, form
         self.done: Set[int] = frozenset()
-        self.num_failed = 0  # nothing is left of an earlier run
+        self.num_failed = 0
 
     def add(self, record: Record) -> None:
         try:
@@ -139,6 +139,7 @@ class ResultStream:
             raise OutputError(f"{self.name}: nobody reads it any more") from None
         except OSError as error:
             raise OutputError(f"{self.name}: cannot be written: {error.strerror}") from error
+        self.num_failed += failed(record)
 
     def finish(self) -> None:
         self.close()

@@ -40,14 +40,15 @@ class Printout:
     """Results without a file: kept in memory, and printed in input order at the end, whenever that is."""
 
     done: Set[int] = frozenset()
-    num_failed = 0
 
     def __init__(self, running: Mapping[int, Line]) -> None:
+        self.num_failed = 0
         self._running = running
         self._texts: dict[int, str] = {}
 
     def add(self, record: Record) -> None:
         if failed(record):
+            self.num_failed += 1
             return
         line = self._running[record["index"]]
         asked = line.prompt if line.prompt is not None else line.messages[-1]["content"]
@@ -71,16 +72,18 @@ class RunTally:
     def __init__(self, results: Results, num_lines: int) -> None:
         self._results = results
         self.num_done, self.num_lines = len(results.done), num_lines
-        self.num_errors = results.num_failed if results.num_failed <= self.num_done else 0
         self.errors: list[str] = []  # the first ones, in words
+
+    @property
+    def num_errors(self) -> int:
+        """Those of an earlier run that stay included."""
+        return self._results.num_failed
 
     def add(self, record: Record, name: str | int) -> None:
         self._results.add(record)
         self.num_done += 1
-        if failed(record):
-            self.num_errors += 1
-            if len(self.errors) < MOST_ERRORS:
-                self.errors.append(f"error in {name!r}: {_words(record['error'])}")
+        if failed(record) and len(self.errors) < MOST_ERRORS:
+            self.errors.append(f"error in {name!r}: {_words(record['error'])}")
 
 
 def _words(error: Any) -> str:
@@ -92,6 +95,8 @@ def run(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str,
     prompts = read_prompts(args.prompts, console.stdin())
     running: dict[int, Line] = {}  # what the engine works on, by index
     settings = {"model": options.model, "seed": options.seed, "token_ids": args.token_ids, **sampling}
+    if args.served_model_name:  # decides which rows of a batch can run
+        settings["served_model_name"] = args.served_model_name
     contents = {"input": prompts.digest, "model_files": digest_of_model(options.model)}
     identity = RunIdentity({**settings, **contents})
     names = args.served_model_name or [options.model, Path(options.model).name]
