@@ -157,6 +157,22 @@ def test_an_error_fails_its_requests_by_name_and_no_others(
         assert "step failed" not in ledger
 
 
+def test_an_error_does_not_reach_the_processors_behind(tiny_dir: Path) -> None:
+    """One that cannot bear NaN shares a row with one that failed, and other rows with nobody."""
+
+    def finite(logits: torch.Tensor, rows: Sequence[RowFacts]) -> torch.Tensor:
+        assert logits.isfinite().all()
+        return logits
+
+    bad = Processor(lambda logits, rows: None, name="bad", applies=lambda params: params.temperature == 0)
+    params = [GREEDY if i % 2 else DRAWN for i in range(len(PROMPTS))]
+    with open_llm(tiny_dir, bad, Processor(finite, name="strict")) as llm:
+        found = llm.generate(PROMPTS, params)
+    for item, wanted in zip(found, params, strict=True):
+        assert (item.finish_reason == "error") == (wanted is GREEDY)
+        assert item.error is None or "bad failed" in item.error
+
+
 def test_the_ledger_counts_calls_and_time(tiny_dir: Path) -> None:
     calls = Counter[str]()
 

@@ -38,7 +38,11 @@ def processed(logits: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor | Non
 
 @torch.inference_mode()
 def process(logits: torch.Tensor, calls: Sequence[Call]) -> None:
-    """Change logits [num_samples, vocab_size] float32 in place, one call after the other."""
+    """Change logits [num_samples, vocab_size] float32 in place, one call after the other.
+
+    Rows of a call that raised are spoiled at the end only: the calls after it may share some of them, and must not
+    fail because of what they find there.
+    """
     for call in calls:
         began = time.perf_counter()
         index = _on_device(call.samples, logits.device)
@@ -46,8 +50,10 @@ def process(logits: torch.Tensor, calls: Sequence[Call]) -> None:
             logits[index] = _checked(call.processor(logits[index], call.rows), logits, len(index))
         except Exception as error:
             call.error = error
-            logits[index] = torch.nan  # nothing is sampled from such a row
         call.seconds = time.perf_counter() - began
+    for call in calls:
+        if call.error is not None:
+            logits[_on_device(call.samples, logits.device)] = torch.nan  # nothing is sampled from such a row
 
 
 def _checked(found: object, logits: torch.Tensor, count: int) -> torch.Tensor:
