@@ -78,6 +78,65 @@ def test_one_that_takes_too_long_is_refused_and_others_go_on(
     compiler.close()
 
 
+def test_one_that_only_waited_is_not_blamed(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal because of others says nothing about the grammar: the next time it is compiled."""
+    monkeypatch.setattr(module, "MAX_THREADS", 2)
+    stuck = threading.Event()
+
+    def slow(compiler: Compiler, structured: Any) -> Grammar:
+        if structured.text.startswith("slow"):
+            stuck.wait(PATIENCE_S)
+        return Grammar(structured, vocabulary)
+
+    monkeypatch.setattr(Compiler, "_compile", slow)
+    compiler = Compiler(lambda: vocabulary, time_limit_s=0.1)
+    blockers = [start(compiler, regex=f"slow{i}") for i in range(2)]
+    waiting = start(compiler, regex="quick")
+    with pytest.raises(InvalidRequest, match="try again"):
+        waiting.result(PATIENCE_S)
+    stuck.set()
+    assert start(compiler, regex="quick").result(PATIENCE_S)
+    with pytest.raises(InvalidRequest, match="seconds to compile"):  # this one is to blame
+        start(compiler, regex="slow0").result(PATIENCE_S)
+    assert start(compiler, regex="slow0") is blockers[0]
+    compiler.close()
+
+
+def test_time_spent_waiting_is_not_time_to_compile(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they take longer than the limit, each of them does not."""
+
+    def slow(compiler: Compiler, structured: Any) -> Grammar:
+        time.sleep(0.7)
+        return Grammar(structured, vocabulary)
+
+    monkeypatch.setattr(module, "NUM_THREADS", 1)
+    monkeypatch.setattr(Compiler, "_compile", slow)
+    compiler = Compiler(lambda: vocabulary, time_limit_s=1.0)
+    for future in [start(compiler, regex=text) for text in "ab"]:
+        assert future.result(PATIENCE_S)
+    compiler.close()
+
+
+def test_more_matchers_keep_nobody_waiting(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compiled one at a time, and not at all where one takes long."""
+    monkeypatch.setattr(grammar_module, "MAX_MATCHERS", 4)
+    later: list[Any] = []
+    grammar = Grammar(read_structured({"regex": "a+"}), vocabulary, later.append)
+    for _ in range(2):
+        grammar.guide()
+    for number in range(2, 5):
+        (job,) = later
+        later.clear()
+        job()
+        assert len(grammar._matchers) == number
+    assert later == []
+    monkeypatch.setattr(grammar_module, "SLOW_S", 0.0)
+    slow = Grammar(read_structured({"regex": "b+"}), vocabulary, later.append)
+    for _ in range(3):
+        slow.guide()
+    assert later == []
+
+
 def test_the_vocabulary_is_loaded_once_and_its_failure_is_told(vocabulary: Vocabulary) -> None:
     loads: list[int] = []
 

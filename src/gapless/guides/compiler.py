@@ -2,7 +2,8 @@
 
 A few threads of its own do the work; llguidance holds no interpreter lock meanwhile. They have deep stacks, because
 native code that recurses into a long chain of rules would otherwise end the process. A thread that is stuck in native
-code cannot be stopped: whoever waits for it is refused after a time limit, and a new thread takes its place.
+code cannot be stopped: whoever waits for it is refused after a time limit, and a new thread takes its place. The limit
+counts from where a thread begins. A grammar that no thread takes in time is refused too, but may be tried again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gapless.core.structured import Structured
@@ -26,10 +28,20 @@ NUM_THREADS = 2
 MAX_THREADS = 8  # with those that are stuck
 STACK_BYTES = 512 * 2**20  # reserved, not used: the system gives memory to the part that is touched
 TIME_LIMIT_S = 10.0
+LONGEST_WAIT = 1.5  # times the limit: for a thread that takes the grammar
 MAX_KEPT = 512  # grammars
 MAX_KEPT_BYTES = 32 * 2**20  # of their sources together
 
 _stack_lock = threading.Lock()  # the size of the next thread's stack is a setting of the process
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A grammar to compile."""
+
+    structured: Structured
+    future: Future[Grammar]
+    has_begun: bool = False
 
 
 class Compiler:
@@ -43,9 +55,7 @@ class Compiler:
         self._settle_lock = threading.RLock()  # callbacks of a future run inside it
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
-        self._jobs: queue.SimpleQueue[tuple[Structured, Future[Grammar]] | Callable[[], None] | None] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._kept: OrderedDict[Structured, Future[Grammar]] = OrderedDict()  # the last used at the end
         self._kept_bytes = 0
         self._num_threads = 0
@@ -63,11 +73,9 @@ class Compiler:
             self._keep(structured, future)
             if self._num_threads < NUM_THREADS:
                 self._add_thread()
-        timer = threading.Timer(self._time_limit_s, self._give_up, (structured, future))
-        timer.daemon = True
-        future.add_done_callback(lambda _: timer.cancel())
-        timer.start()
-        self._jobs.put((structured, future))
+        job = _Job(structured, future)
+        self._after(LONGEST_WAIT * self._time_limit_s, self._give_up_waiting, job)
+        self._jobs.put(job)
         return future
 
     def prepare(self) -> None:
@@ -107,18 +115,24 @@ class Compiler:
                 with contextlib.suppress(InvalidRequest):  # it compiled before; the grammar goes on with what it has
                     job()
                 continue
-            structured, future = job
-            if future.done():  # refused while it waited
-                continue
-            found: Grammar | InvalidRequest
-            try:
-                found = self._compile(structured)
-            except InvalidRequest as refusal:
-                found = refusal
-            except Exception as error:
-                found = structured.refuse(f"{type(error).__name__}: {error}")
-            if not self._settle(future, found) and self._may_leave():
+            if self._begin(job) and not self._settle(job.future, self._result(job.structured)) and self._may_leave():
                 return
+
+    def _begin(self, job: _Job) -> bool:
+        """From now on it has the time limit to itself. False if it was refused while it waited."""
+        with self._settle_lock:
+            job.has_begun = not job.future.done()
+        if job.has_begun:
+            self._after(self._time_limit_s, self._give_up, job)
+        return job.has_begun
+
+    def _result(self, structured: Structured) -> Grammar | InvalidRequest:
+        try:
+            return self._compile(structured)
+        except InvalidRequest as refusal:
+            return refusal
+        except Exception as error:
+            return structured.refuse(f"{type(error).__name__}: {error}")
 
     def _compile(self, structured: Structured) -> Grammar:
         """The library is loaded here: an engine that is never asked for a shape does without it."""
@@ -140,9 +154,26 @@ class Compiler:
                 self._vocabulary = self._load_vocabulary()
             return self._vocabulary
 
-    def _give_up(self, structured: Structured, future: Future[Grammar]) -> None:
-        refusal = structured.refuse(f"it takes more than {self._time_limit_s:g} seconds to compile")
-        if self._settle(future, refusal):
+    def _after(self, seconds: float, give_up: Callable[[_Job], None], job: _Job) -> None:
+        timer = threading.Timer(seconds, give_up, (job,))
+        timer.daemon = True
+        job.future.add_done_callback(lambda _: timer.cancel())
+        timer.start()
+
+    def _give_up_waiting(self, job: _Job) -> None:
+        """Others took all the time: this says nothing about the grammar, so that the refusal is not kept."""
+        with self._settle_lock:
+            if job.has_begun:
+                return
+            with self._lock:
+                if self._kept.get(job.structured) is job.future:
+                    del self._kept[job.structured]
+                    self._kept_bytes -= len(job.structured.text)
+            self._settle(job.future, job.structured.refuse("too many others are being compiled; try again later"))
+
+    def _give_up(self, job: _Job) -> None:
+        refusal = job.structured.refuse(f"it takes more than {self._time_limit_s:g} seconds to compile")
+        if self._settle(job.future, refusal):
             with self._lock:
                 if self._num_threads < MAX_THREADS:
                     self._add_thread()

@@ -29,6 +29,7 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 NUM_TRIED, TRIED_S = (4, 64), 0.002  # tokens of a first text: at least and at most, and more only for this time
+SLOW_S = 1.0  # to compile: such a grammar keeps its one matcher, because others wait for the thread
 MAX_MATCHERS = max(1, min(8, (os.cpu_count() or 1) // 2))  # of one grammar
 _STATE = re.compile("<non-verbose/>|<backtrace>|<state>")  # what follows is not for clients
 
@@ -56,14 +57,16 @@ class Grammar:
         self._tokenizer = vocabulary.tokenizer
         self._source = source_of(structured, vocabulary)
         self._in_background = in_background
+        began_s = time.perf_counter()
         self._matchers = [self._compile()]
+        self._is_slow = time.perf_counter() - began_s > SLOW_S
         self._num_guides = 0
         self._num_taken = 0
 
     def guide(self) -> GrammarGuide:
         """A guide at the begin of a text."""
         self._num_guides += 1
-        if self._num_guides == 2 and len(self._matchers) < MAX_MATCHERS:
+        if self._num_guides == 2 and len(self._matchers) < MAX_MATCHERS and not self._is_slow:
             self._in_background(self._compile_more)
         return GrammarGuide(self)
 
@@ -78,8 +81,10 @@ class Grammar:
         return self.structured.refuse(plain(matcher.get_error()))
 
     def _compile_more(self) -> None:
-        while len(self._matchers) < MAX_MATCHERS:
-            self._matchers.append(self._compile())
+        """One matcher at a time: in between, the thread takes grammars that somebody waits for."""
+        self._matchers.append(self._compile())
+        if len(self._matchers) < MAX_MATCHERS:
+            self._in_background(self._compile_more)
 
     def _compile(self) -> LLMatcher:
         """Then walk a few tokens into a random text and back: builds what guides need, and finds what is too slow."""
