@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 
 from gapless.core.structured import Structured
-from gapless.server.errors import ApiError
+from gapless.server.errors import ApiError, shutting_down, timed_out
 from gapless.server.supervisor import Supervisor
 
 MAX_KNOWN = 512
@@ -22,17 +23,31 @@ READY_S = 0.05  # between two looks whether the engine is back
 class CheckedShapes:
     """Asks the engine, and remembers what it said."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor, draining: Callable[[], bool]) -> None:
+        """draining: whether the server stops, so that nobody should wait for an engine to come back."""
         self._supervisor = supervisor
+        self._draining = draining
         self._known: OrderedDict[Structured, None] = OrderedDict()  # the last used at the end
 
-    async def check(self, shape: Structured) -> None:
+    async def check_all(self, shapes: Iterable[Structured | None], deadline_s: float) -> None:
+        """Raise ApiError for a shape that cannot be used, or if it is not known by then: the engine may be away."""
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                for shape in dict.fromkeys(shapes):
+                    if shape is not None:
+                        await self._check(shape)
+        except TimeoutError:
+            raise timed_out() from None
+
+    async def _check(self, shape: Structured) -> None:
         """Raise ApiError for a shape that cannot be used."""
         if shape in self._known:
             self._known.move_to_end(shape)
             return
         for _ in range(NUM_TRIES):
             while not self._supervisor.is_ready:
+                if self._draining():
+                    raise shutting_down()
                 await asyncio.sleep(READY_S)
             answer = await self._supervisor.check_grammar(shape, TIMEOUT_S)
             if answer is None:

@@ -49,6 +49,14 @@ class ApiError(Exception):
         return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
 
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
+
+
+def timed_out() -> ApiError:
+    return ApiError(408, "the request took longer than its timeout", code="timeout")
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The error object."""
     return {"error": {"message": message, "type": _kind(status), "param": param, "code": code}}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gapless.core.choices import best, is_ranked, mean_logprob, num_candidates
 from gapless.core.params import SamplingParams
-from gapless.server.errors import ApiError
+from gapless.server.errors import ApiError, shutting_down, timed_out
 from gapless.server.messages import Over, Scores, unpack_scores
 from gapless.server.roster import Flight
 from gapless.server.supervisor import Supervisor
@@ -185,8 +185,8 @@ def _failure(over: Over) -> ApiError:
         case "refused":
             return ApiError(500, error or "the request was refused", code="engine_crash")
         case "timeout":
-            return ApiError(408, "the request took longer than its timeout", code="timeout")
+            return timed_out()
         case "abort":
-            return ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
+            return shutting_down()
         case _:
             return ApiError(500, error or "the engine failed", code="engine_error")

@@ -19,7 +19,7 @@ from gapless.core.limits import all_stop_ids, check_room, check_tokens, check_to
 from gapless.core.params import SamplingParams
 from gapless.errors import InvalidRequest
 from gapless.server.checked_shapes import CheckedShapes
-from gapless.server.errors import ApiError, refused
+from gapless.server.errors import ApiError, refused, shutting_down
 from gapless.server.generation import Choice, Generation
 from gapless.server.logprobs import TokenTexts
 from gapless.server.messages import Ready
@@ -95,7 +95,7 @@ class Service:
         self.prompts = PromptWriter(
             tokenizer, renderer, reply, lambda: self.info.max_model_len, allow_special_tokens=allow_special_tokens
         )
-        self._shapes = CheckedShapes(supervisor)
+        self._shapes = CheckedShapes(supervisor, lambda: self.draining)
         self.created = int(time.time())
         self.draining = False
         self._clients: dict[int, str] = {}  # of flights that are not over, by id
@@ -225,13 +225,12 @@ class Service:
         And when a grammar cannot be used: that is known before the first byte of an answer.
         """
         count = sum(num_candidates(plan.params) for plan in plans)
+        limit_s = min(timeout_s or self.options.request_timeout, self.options.request_timeout)
+        deadline_s = asyncio.get_running_loop().time() + limit_s
         self._admit(count, client)
-        for shape in dict.fromkeys(plan.params.structured for plan in plans):
-            if shape is not None:
-                await self._shapes.check(shape)
+        await self._shapes.check_all((plan.params.structured for plan in plans), deadline_s)
         self._admit(count, client)
         changed = asyncio.Event()
-        limit_s = min(timeout_s or self.options.request_timeout, self.options.request_timeout)
         choices: list[Choice] = []
         for plan in plans:
             for params in candidates(plan.params):
@@ -241,7 +240,6 @@ class Service:
                 if plan.by_default:
                     self._by_default.add(flight.id)
                 choices.append(self._choice(len(choices), plan, flight))
-        deadline_s = asyncio.get_running_loop().time() + limit_s
         return Generation(self.supervisor, choices, changed, deadline_s, plans[0].params)
 
     def _choice(self, index: int, plan: PromptPlan, flight: Flight) -> Choice:
@@ -275,7 +273,7 @@ class Service:
 
     def _admit(self, count: int, client: str) -> None:
         if self.draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
+            raise shutting_down()
         allowed, most = self.options.max_per_client, self.info.num_rows + self.options.max_queue
         if count > (room := min(most, allowed or most)):  # now and at any other time
             raise ApiError(400, f"{count} choices; the server has room for {room}", param="n")
