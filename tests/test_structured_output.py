@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from jsonschema import Draft202012Validator
 
 from gapless import LLM, AsyncLLM, SamplingParams
 from gapless.client import Completion
-from gapless.errors import InvalidRequest
+from gapless.errors import EngineClosed, InvalidRequest
 from gapless.guides.compiler import Compiler
 from gapless.models.gguf_file import GGUFFile
 from gapless.text.tokenizer import Tokenizer
@@ -243,3 +245,51 @@ def test_a_held_request_can_be_aborted(make_llm: Callable[..., LLM], monkeypatch
     go.set()
     time.sleep(0.05)
     assert llm.generate("x", SamplingParams(structured={"choice": ["left"]}))[0].text == "left"
+
+
+def test_a_kept_refusal_is_told_to_each_caller_anew(tiny_llm: LLM) -> None:
+    """Which prompt it was is for the one who gave the prompts."""
+    bad, good = SamplingParams(structured={"regex": "(("}), SamplingParams(max_tokens=1)
+    told = []
+    for params in ([good, bad], [good, bad], [bad]):
+        with pytest.raises(InvalidRequest) as caught:
+            tiny_llm.generate(["x", "y"][: len(params)], params)
+        told.append(str(caught.value))
+    assert told[0] == told[1] == f"prompt 1: {told[2]}"
+    assert told[2].startswith("structured: ")
+
+
+def test_a_closed_engine_compiles_nothing(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    llm.close()
+    with pytest.raises(EngineClosed):
+        llm.engine.compile(SamplingParams(structured={"regex": "a+"}))
+
+
+def test_leaving_while_a_grammar_is_compiled_leaves_nothing_running(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several choices the first may run while the second waits for a grammar that has to be compiled again."""
+
+    async def go() -> None:
+        async with AsyncLLM(tiny_dir, **CPU) as llm:
+            engine, begun, asked = llm._client.engine, asyncio.Event(), list[SamplingParams]()
+
+            def compile_second(params: SamplingParams) -> Future[Any] | None:
+                asked.append(params)
+                if len(asked) == 1:
+                    return None
+                begun.set()
+                return Future()  # never done
+
+            monkeypatch.setattr(engine, "compile", compile_second)
+            aborted: list[str] = []
+            monkeypatch.setattr(engine, "abort", lambda request_id, reason="abort": aborted.append(request_id))
+            reading = asyncio.create_task(llm.generate("x", SamplingParams(n=2, max_tokens=4)))
+            await begun.wait()
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reading
+            assert aborted
+
+    asyncio.run(go())

@@ -84,11 +84,11 @@ class AsyncLLM:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to tell
                 loop.call_soon_threadsafe(news.put_nowait, item)
 
-        for request in job.requests:
-            if (grammar := self._client.engine.compile(request.params)) is not None:
-                await asyncio.wrap_future(grammar)
-            self._client.engine.submit(request, deliver)
-        try:
+        try:  # from the first request on: whoever leaves while a grammar is compiled leaves others running
+            for request in job.requests:
+                if (grammar := self._client.engine.compile(request.params)) is not None:
+                    await asyncio.wrap_future(grammar)
+                self._client.engine.submit(request, deliver)
             while True:
                 delta = job.take(await news.get())
                 yield delta

@@ -100,8 +100,11 @@ class Engine:
     def compile(self, params: SamplingParams) -> Future[Any] | None:
         """Begin to compile the grammar of these parameters, if they have one. A failure is InvalidRequest.
 
-        Nobody has to call this: a request waits for its grammar. But who does learns early whether it can be used.
+        A request waits for its grammar in any case. This call tells early whether the grammar can be used.
         """
+        self.check_process()
+        if self._closing:  # no thread would take it
+            raise EngineClosed("the engine is closed") from self._error
         return self._grammars.start(params)
 
     def prepare_grammars(self) -> None:

@@ -198,7 +198,10 @@ class EngineProcess:
 
     def _compile(self, id: int, structured: Structured) -> None:
         """Answer when the grammar is compiled, from whichever thread that is."""
-        future = self._engine.compile(SamplingParams(structured=structured))
+        try:
+            future = self._engine.compile(SamplingParams(structured=structured))
+        except EngineClosed as error:
+            self._fail(error)
         assert future is not None
 
         def answer(done: Future[Any]) -> None:
