@@ -112,6 +112,23 @@ def test_they_run_in_order_and_parameters_come_after(tiny_dir: Path) -> None:
     assert tokens_of(tiny_dir, first, second, params=biased) == [(9,) * 12] * len(PROMPTS)
 
 
+def test_the_order_does_not_depend_on_neighbours(tiny_dir: Path) -> None:
+    """A request of the second processor alone comes first in the batch; the others have both."""
+
+    def raise_one(logits: torch.Tensor, rows: Sequence[RowFacts]) -> torch.Tensor:
+        logits[:, 7] += 1000
+        return logits
+
+    first = Processor(raise_one, name="first", applies=lambda params: params.temperature == 0)
+    second = Processor(lambda logits, rows: -logits, name="second")
+    params = [GREEDY if i % 2 else DRAWN for i in range(len(PROMPTS))]
+    with open_llm(tiny_dir, first, second) as llm:
+        together = [item.token_ids for item in llm.generate(PROMPTS, params)]
+        alone = [llm.generate(prompt, each)[0].token_ids for prompt, each in zip(PROMPTS, params, strict=True)]
+    assert together == alone
+    assert not any(7 in tokens for tokens in together[1::2])
+
+
 def test_log_probabilities_stay_the_models(tiny_dir: Path) -> None:
     scored = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=3)
     with open_llm(tiny_dir) as llm:

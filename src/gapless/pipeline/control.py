@@ -6,6 +6,9 @@ Gathers both for `complete`, and settles what came of them when the step is comm
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from graphlib import TopologicalSorter
 
 import numpy as np
 
@@ -60,17 +63,16 @@ class Control:
         table, chosen = self._scheduler.rows, plan.process_samples
         rows = plan.sample_rows[chosen]
         live = table.epoch[rows] == plan.sample_epochs[chosen]
-        wanted: dict[int, tuple[LogitsProcessor, list[tuple[int, RowFacts]]]] = {}  # by identity: any object will do
+        wanted: dict[int, list[tuple[int, RowFacts]]] = defaultdict(list)  # by identity: any object will do
+        chains: dict[tuple[int, ...], tuple[LogitsProcessor, ...]] = {}
         for sample, row in zip(chosen[live].tolist(), rows[live].tolist(), strict=True):
             request = table.request[row]
             assert request is not None
             facts = _facts(request, table.tokens[row, : table.num_tokens[row]])
+            chains[tuple(map(id, request.processors))] = request.processors
             for processor in request.processors:
-                wanted.setdefault(id(processor), (processor, []))[1].append((sample, facts))
-        return tuple(
-            Call(processor, np.array([sample for sample, _ in pairs], np.int64), tuple(facts for _, facts in pairs))
-            for processor, pairs in wanted.values()
-        )
+                wanted[id(processor)].append((sample, facts))
+        return tuple(_call(processor, wanted[id(processor)]) for processor in in_order(chains.values()))
 
     def _settle(self, call: Call) -> list[Finished]:
         """Count a call; end its requests if it raised. Their samples are overruns then."""
@@ -86,6 +88,25 @@ class Control:
         failure.__cause__ = call.error
         found = [scheduler.abort(facts.request_id, "error", failure) for facts in call.rows]
         return [finished for finished in found if finished is not None]  # of those that have not ended by themselves
+
+
+def in_order(chains: Iterable[tuple[LogitsProcessor, ...]]) -> list[LogitsProcessor]:
+    """The processors of several requests, each once, so that every request has its own in its order.
+
+    Chains are parts of one order, that of the engine. Two processors that no request shares may come either way.
+    """
+    found: dict[int, LogitsProcessor] = {}
+    before: dict[int, list[int]] = {}
+    for chain in chains:
+        found |= {id(processor): processor for processor in chain}
+        for number, processor in enumerate(chain):
+            before.setdefault(id(processor), []).extend(map(id, chain[max(number - 1, 0) : number]))
+    return [found[key] for key in TopologicalSorter(before).static_order()]
+
+
+def _call(processor: LogitsProcessor, pairs: Sequence[tuple[int, RowFacts]]) -> Call:
+    samples, rows = zip(*pairs, strict=True)
+    return Call(processor, np.array(samples, np.int64), rows)
 
 
 def _facts(request: Request, tokens: IntArray) -> RowFacts:
