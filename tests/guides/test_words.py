@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -71,3 +73,11 @@ def test_all_that_is_asked_for_counts() -> None:
 def test_what_cannot_be_is_refused(asked: dict, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         guide_of(SamplingParams(**asked), VOCAB)
+
+
+def test_bad_tokens_of_a_large_vocabulary_cost_little() -> None:
+    """An engine's intake makes guides one after the other: a set of all tokens took 77 ms for each request."""
+    began_s = time.perf_counter()
+    for _ in range(100):
+        guide_of(SamplingParams(bad_token_ids=[1, 151_935]), 151_936)
+    assert time.perf_counter() - began_s < 2.0

@@ -13,10 +13,14 @@ from gapless.errors import InvalidRequest
 Mask = npt.NDArray[np.int32]
 
 
-def mask_of(tokens: Collection[int], vocab_size: int) -> Mask:
-    """The mask that allows these tokens of a vocabulary, and no others."""
+def mask_of(allowed: Collection[int] | None, vocab_size: int, bad: Collection[int] = ()) -> Mask:
+    """The mask that allows these tokens of a vocabulary, all of it where None, without the bad ones."""
     bits = np.zeros(MASK_BITS * mask_words(vocab_size), np.uint8)
-    bits[list(tokens)] = 1
+    if allowed is None:
+        bits[:vocab_size] = 1
+    else:
+        bits[list(allowed)] = 1
+    bits[list(bad)] = 0
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 

@@ -49,10 +49,9 @@ def guide_of(params: SamplingParams, vocab_size: int) -> Guide | None:
     bad = {*params.bad_token_ids, *(word[0] for word in words if len(word) == 1)}
     fixed = None
     if params.allowed_token_ids is not None or bad:
-        known = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
-        allowed = set(known) - bad
-        if not allowed:
+        mask = mask_of(params.allowed_token_ids, vocab_size, bad)
+        if not mask.any():
             raise InvalidRequest("no token is left: all that are allowed are bad", "bad_token_ids")
-        fixed = TokenGuide(mask_of(allowed, vocab_size))
+        fixed = TokenGuide(mask)
     longer = [word for word in words if len(word) > 1]
     return join(fixed, WordGuide(longer) if longer else None)
