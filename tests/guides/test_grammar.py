@@ -60,6 +60,13 @@ def test_white_space_is_bounded(tokenizer: Tokenizer, vocabulary: Vocabulary) ->
     assert fits("[   1]", whitespace_pattern=" *")
 
 
+def test_a_space_may_be_demanded(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    guide = guide_for(vocabulary, json_schema={"type": "array", "items": {"const": 1}}, whitespace_pattern=" ")
+    guide.advance(np.array(tokenizer.encode("[ 1 , 1"), np.int32))
+    with pytest.raises(InvalidRequest):
+        guide.advance(np.array(tokenizer.encode("\n"), np.int32))
+
+
 def test_a_guide_is_over_when_only_the_end_can_come(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     guide = guide_for(vocabulary, choice=["ab"])
     assert not guide.is_over
@@ -115,3 +122,4 @@ def test_what_cannot_be_used_is_refused_with_the_reason(
         guide_for(vocabulary, **spec)
     assert caught.value.param == "structured"
     assert str(caught.value).startswith(f"structured: this {next(iter(spec))} cannot be used: ")
+    assert "regex" not in spec or "start:" not in str(caught.value), "the client wrote a regex and no Lark"

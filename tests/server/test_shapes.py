@@ -44,6 +44,7 @@ def is_thing(text: str) -> bool:
         ({"structured_outputs": {"json": SCHEMA}}, is_thing),
         ({"guided_json": SCHEMA}, is_thing),
         ({"guided_json": json.dumps(SCHEMA), "guided_whitespace_pattern": ""}, is_thing),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": " "}, is_thing),
         ({"structured_outputs": {"regex": "[ab]{5}"}}, re.compile("[ab]{5}").fullmatch),
         ({"guided_regex": "[ab]{5}"}, re.compile("[ab]{5}").fullmatch),
         ({"guided_choice": ["left", "right"]}, ("left", "right").__contains__),
@@ -121,6 +122,24 @@ REFUSED = [
     ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "contradicts guided_regex"),
     ({"structural_tag": {"format": {"type": "strange"}}}, "structural_tag", "unknown format"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "place"),
+    [
+        ({"guided_regex": "a" * 20_000}, "guided_regex"),
+        ({"guided_json": "[1]"}, "guided_json"),
+        ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+            "response_format.json_schema.schema",
+        ),
+    ],
+)
+def test_an_error_names_the_place_as_the_client_wrote_it(server: Server, asked: dict[str, Any], place: str) -> None:
+    status, data = server.send("POST", "/v1/chat/completions", CHAT | asked)
+    assert (status, json.loads(data)["error"]["message"].split()[0]) == (400, place)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -42,8 +42,11 @@ class Structured:
         return InvalidRequest(f"{self.param}: this {self.kind} cannot be used: {shown}", self.param)
 
 
-def read_structured(value: object, param: str = "structured") -> Structured:
-    """From a mapping of one kind to what it needs: {"regex": "[0-9]+"}. Raises InvalidRequest."""
+def read_structured(value: object, param: str = "structured", place: str | None = None) -> Structured:
+    """From a mapping of one kind to what it needs: {"regex": "[0-9]+"}. Raises InvalidRequest.
+
+    place: where the client wrote the content of the kind, for errors, if that is not the kind's name below param.
+    """
     if isinstance(value, Structured):
         return value
     if not isinstance(value, Mapping):
@@ -61,7 +64,8 @@ def read_structured(value: object, param: str = "structured") -> Structured:
     ((kind, content),) = given.items()
     if whitespace is not None and kind not in ("json_schema", "json_object"):
         raise InvalidRequest(f"{param}: whitespace options belong to JSON, not to {kind}", param)
-    return Structured(kind, _READERS[kind](content, f"{param}.{kind}", param), whitespace, param)
+    spelled = next(str(name) for name in value if ALIASES.get(name, name) == kind and value[name] is content)
+    return Structured(kind, _READERS[kind](content, place or f"{param}.{spelled}", param), whitespace, param)
 
 
 def _whitespace(given: Mapping[str, Any], param: str) -> str | None:
@@ -125,8 +129,8 @@ _READERS = {
 
 
 def _source(text: Any, name: str, param: str, most: int) -> str:
-    """The source of a regex or a grammar, neither too long nor too deep."""
-    if not isinstance(text, str) or not text.strip():
+    """The source of a regex or a grammar, neither too long nor too deep. A space alone is a regex."""
+    if not isinstance(text, str) or not text:
         raise InvalidRequest(f"{name} must be text that is not empty, got {_shown(text)}", param)
     _check_size(text, name, param, most)
     depth = deepest = 0

@@ -32,6 +32,7 @@ NUM_TRIED, TRIED_S = (4, 64), 0.002  # tokens of a first text: at least and at m
 SLOW_S = 1.0  # to compile: such a grammar keeps its one matcher, because others wait for the thread
 MAX_MATCHERS = max(1, min(8, (os.cpu_count() or 1) // 2))  # of one grammar
 _STATE = re.compile("<non-verbose/>|<backtrace>|<state>")  # what follows is not for clients
+_REGEX_FAULT = re.compile(r"regex parse error: .*? error: (.*?)(?: \d+ \| .*)?$")  # around it: our own Lark
 
 
 class Grammar:
@@ -78,7 +79,9 @@ class Grammar:
 
     def failure(self, matcher: LLMatcher) -> InvalidRequest:
         self.is_spent = True
-        return self.structured.refuse(plain(matcher.get_error()))
+        said = plain(matcher.get_error())
+        fault = _REGEX_FAULT.search(said) if self.structured.kind == "regex" else None
+        return self.structured.refuse(fault[1] if fault else said)
 
     def _compile_more(self) -> None:
         """One matcher at a time: in between, the thread takes grammars that somebody waits for."""

@@ -32,7 +32,7 @@ def shape_of(body: Sampling) -> Structured | None:
     ]
     for name, kind in GUIDED.items():
         if (given := getattr(body, name)) is not None:
-            found.append(read_structured({kind: given, **_guided_whitespace(body, kind)}, name))
+            found.append(read_structured({kind: given, **_guided_whitespace(body, kind)}, name, name))
     shapes = [shape for shape in found if shape is not None]
     if len(shapes) > 1:
         first, second = shapes[:2]
@@ -75,7 +75,7 @@ def _read_format(value: Mapping[str, Any] | None, param: str, *, is_flat: bool =
         case "json_schema":
             return _read_schema(value, param, is_flat=is_flat)
         case "structural_tag" if not is_flat:
-            return read_structured({"structural_tag": dict(value)}, param)
+            return read_structured({"structural_tag": dict(value)}, param, param)
         case kind:
             known = "text, json_object, json_schema" + ("" if is_flat else ", structural_tag")
             raise InvalidRequest(f"{param}.type must be one of {known}, got {kind!r:.60}", param)
@@ -95,7 +95,9 @@ def _read_schema(value: Mapping[str, Any], param: str, *, is_flat: bool) -> Stru
         if not isinstance(inner.get(name), str | None):
             raise InvalidRequest(f"{place}.{name} must be text", param)
     schema = inner.get("schema")
-    return read_structured({"json_object": True} if schema is None else {"json_schema": schema}, param)
+    if schema is None:
+        return read_structured({"json_object": True}, param)
+    return read_structured({"json_schema": schema}, param, f"{place}.schema")
 
 
 def _refuse_others(value: Mapping[str, Any], known: tuple[str, ...], place: str) -> None:
