@@ -189,8 +189,12 @@ def test_async(tiny_dir: Path) -> None:
     async def main() -> None:
         async with AsyncLLM(tiny_dir, **CPU, num_blocks=64) as llm:
             assert (await llm.generate("x", SamplingParams(structured={"choice": ["left"]}))).text == "left"
-            with pytest.raises(InvalidRequest, match="unclosed"):
-                await llm.generate("x", SamplingParams(structured={"regex": "(a"}))
+            errors = []
+            for _ in range(2):
+                with pytest.raises(InvalidRequest, match="unclosed") as caught:
+                    await llm.generate("x", SamplingParams(structured={"regex": "(a"}))
+                errors.append(caught.value)
+            assert errors[0] is not errors[1]  # one that is kept would gather the frames of all callers
 
     asyncio.run(main())
 

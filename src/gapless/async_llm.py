@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from gapless.client import Client, Completion, Delta, Job, Message, Prompt, check_params, make_options
+from gapless.client import Client, Completion, Delta, Job, Message, Prompt, check_compiled, check_params, make_options
 from gapless.core.outcome import Finished, Progress
 from gapless.core.params import SamplingParams
 from gapless.core.processor import LogitsProcessor
@@ -87,7 +87,8 @@ class AsyncLLM:
         try:  # from the first request on: whoever leaves while a grammar is compiled leaves others running
             for request in job.requests:
                 if (grammar := self._client.engine.compile(request.params)) is not None:
-                    await asyncio.wrap_future(grammar)
+                    await asyncio.gather(asyncio.wrap_future(grammar), return_exceptions=True)
+                    check_compiled(grammar)
                 self._client.engine.submit(request, deliver)
             while True:
                 delta = job.take(await news.get())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -268,6 +269,17 @@ def check_params(params: object) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"params must be SamplingParams, got {_excerpt(params)}", "params")
     return params
+
+
+def check_compiled(grammar: Future[Any]) -> None:
+    """Wait for a grammar. Raises InvalidRequest for one that cannot be used.
+
+    The error is the caller's own. The compiler keeps the one that it found: raised again and again, that would gather
+    the frames of all callers.
+    """
+    error = grammar.exception()
+    if error is not None:
+        raise InvalidRequest(str(error), getattr(error, "param", None))
 
 
 def make_options(model: object, options: Mapping[str, Any]) -> EngineOptions:

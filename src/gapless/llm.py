@@ -9,11 +9,10 @@ import contextlib
 import os
 import queue
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
-from gapless.client import Client, Completion, Delta, Job, Message, Prompt, check_params, make_options
+from gapless.client import Client, Completion, Delta, Job, Message, Prompt, check_compiled, check_params, make_options
 from gapless.core.outcome import Finished, Progress
 from gapless.core.params import SamplingParams
 from gapless.core.processor import LogitsProcessor
@@ -163,7 +162,7 @@ class LLM:
         """Wait until every grammar is compiled. Raises InvalidRequest for one that cannot be used."""
         for index, future in enumerate([self.engine.compile(item) for item in params]):
             if future is not None:
-                _named(index, len(params), _check_compiled, future)
+                _named(index, len(params), check_compiled, future)
 
     def _generate(self, prompts: list[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
         self._compile(params)
@@ -202,13 +201,6 @@ def _named(index: int, count: int, check: Callable[[Any], Any], value: Any) -> A
         if count > 1:
             error.args = (f"prompt {index}: {error}",)
         raise
-
-
-def _check_compiled(future: Future[Any]) -> None:
-    """Wait for a grammar. Raises an InvalidRequest of the caller's own: the compiler keeps the one that it found."""
-    error = future.exception()
-    if error is not None:
-        raise InvalidRequest(str(error), getattr(error, "param", None)) from error
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
