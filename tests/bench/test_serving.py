@@ -14,7 +14,7 @@ from gapless.bench.idle import between, format_idle
 from gapless.bench.load import make_load, read_range
 from gapless.bench.openai_client import Endpoint, Sample, complete
 from gapless.bench.own_server import engine_flags
-from gapless.bench.waits import format_part, split, spread, summarize
+from gapless.bench.waits import format_part, format_summary, split, spread, summarize
 from gapless.bench.workload_jobs import SHAPES, WORKLOADS
 from gapless.cli import build_parser, engine_options, main
 from gapless.errors import ConfigError
@@ -49,6 +49,16 @@ def test_a_wrong_range(text: str) -> None:
 
 def sample(due_s: float, first_s: float, end_s: float, tokens: int, error: str | None = None) -> Sample:
     return Sample(due_s, first_s, end_s, 10, tokens, [first_s, end_s], error)
+
+
+def test_only_the_most_frequent_errors_are_shown() -> None:
+    samples = [sample(0, 0, 0, 0, f"no {i // 2}") for i in range(19)] + [sample(0, 0, 0, 0, "never") for _ in range(3)]
+    found = summarize(samples, slo_ttft_ms=200, slo_tpot_ms=150)
+    lines = format_summary(found, "limits").splitlines()
+    assert [line.partition(": ")[0] for line in lines if line.startswith("error")] == ["error, 3 times"] + [
+        "error, 2 times"
+    ] * 4
+    assert lines[-1] == "and 6 other errors; --json has all of them"
 
 
 def test_the_numbers_mean_what_they_say() -> None:

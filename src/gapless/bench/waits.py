@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gapless.bench.openai_client import Sample
 
 PERCENTILES = (50, 90, 99)
+MOST_ERRORS = 5  # different ones that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,5 +104,8 @@ def format_summary(summary: Summary, slo: str) -> str:
         "end to end": summary.whole_ms,
     }
     lines += [f"{name:<26}" + "".join(f"{value:>10.1f}" for value in found.values()) for name, found in named.items()]
-    lines += [f"error, {count} times: {text}" for text, count in summary.errors.items()]
+    often = sorted(summary.errors.items(), key=lambda item: -item[1])
+    lines += [f"error, {count} times: {text}" for text, count in often[:MOST_ERRORS]]
+    if len(often) > MOST_ERRORS:
+        lines.append(f"and {len(often) - MOST_ERRORS} other errors; --json has all of them")
     return "\n".join(lines)
