@@ -29,7 +29,8 @@ def _list(
     mass = tl.load(masses + tile, mask=tile < NUM_TILES, other=0.0)
     limit = limit_for(largest, tl.max(largest, axis=0), tl.load(least), mass, tl.load(wanted))
     tl.store(limits, limit)
-    count = list_from(limit, logits, largest, near, values, ids, near, 0, VOCAB, TILE, NUM_TILES, TILES, 8, ROOM)
+    base = (logits, logits, tl.load(counts))  # 0: there are no adjusted logits
+    count = list_from(limit, base, largest, near, values, ids, near, 0, VOCAB, TILE, NUM_TILES, TILES, 8, ROOM)
     tl.store(counts, count)
 
 

@@ -32,7 +32,12 @@ class Played:
 
     def __init__(self, body: Callable[[], None]) -> None:
         body()  # as capturing does
-        self.replay = torch.inference_mode()(body)
+        self._body = torch.inference_mode()(body)
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        self._body()
 
 
 @pytest.fixture
@@ -69,6 +74,17 @@ def run_with_graphs(requests: list[Request], limits: Limits = LIMITS) -> GraphRu
 @pytest.mark.usefixtures("no_gpu")
 def test_every_step_is_a_replay() -> None:
     assert not run_with_graphs(toy_requests()).ledger
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_step_of_each_kind_was_replayed_before_any_is_needed() -> None:
+    runner = graph_runner(CpuDevice(driver=InlineDriver()))
+    kinds = {(shape.has_chunks, is_plain) for shape, is_plain in runner._graphs}
+    replayed = [key for key, found in runner._graphs.items() if all(graph.num_replays for graph in found.graphs)]
+    assert kinds == {(True, False), (False, True), (False, False)}
+    assert {(shape.has_chunks, is_plain) for shape, is_plain in replayed} == kinds
+    assert len(replayed) == len(kinds)
+    assert runner._runner.rows.length.sum() == 0
 
 
 @pytest.mark.usefixtures("no_gpu")
