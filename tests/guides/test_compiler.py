@@ -57,9 +57,8 @@ def test_only_so_many_are_kept(compiler: Compiler, monkeypatch: pytest.MonkeyPat
     assert start(compiler, regex="b") is not second
 
 
-def test_one_that_takes_too_long_is_refused_and_others_go_on(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def stick(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Sources that begin with "slow" are compiled once the event is set."""
     stuck = threading.Event()
 
     def slow(compiler: Compiler, structured: Any) -> Grammar:
@@ -68,6 +67,13 @@ def test_one_that_takes_too_long_is_refused_and_others_go_on(
         return Grammar(structured, vocabulary)
 
     monkeypatch.setattr(Compiler, "_compile", slow)
+    return stuck
+
+
+def test_one_that_takes_too_long_is_refused_and_others_go_on(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = stick(vocabulary, monkeypatch)
     compiler = Compiler(lambda: vocabulary, time_limit_s=0.2)
     waiting = [start(compiler, regex=f"slow{i}") for i in range(4)]
     for future in waiting:
@@ -81,14 +87,7 @@ def test_one_that_takes_too_long_is_refused_and_others_go_on(
 def test_one_that_only_waited_is_not_blamed(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal because of others says nothing about the grammar: the next time it is compiled."""
     monkeypatch.setattr(module, "MAX_THREADS", 2)
-    stuck = threading.Event()
-
-    def slow(compiler: Compiler, structured: Any) -> Grammar:
-        if structured.text.startswith("slow"):
-            stuck.wait(PATIENCE_S)
-        return Grammar(structured, vocabulary)
-
-    monkeypatch.setattr(Compiler, "_compile", slow)
+    stuck = stick(vocabulary, monkeypatch)
     compiler = Compiler(lambda: vocabulary, time_limit_s=0.1)
     blockers = [start(compiler, regex=f"slow{i}") for i in range(2)]
     waiting = start(compiler, regex="quick")
