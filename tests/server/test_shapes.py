@@ -129,6 +129,10 @@ REFUSED = [
     [
         ({"guided_regex": "a" * 20_000}, "guided_regex"),
         ({"guided_json": "[1]"}, "guided_json"),
+        ({"guided_json": [1]}, "guided_json:"),
+        ({"tool_choice": 5}, "tool_choice:"),
+        ({"stop": ["a", 1]}, "stop.1:"),
+        ({"functions": [{"name": "f"}]}, "'functions'"),
         ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
         (

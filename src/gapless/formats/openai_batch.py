@@ -19,7 +19,7 @@ from gapless.formats.base import BadLine, Columns, Line, Row
 from gapless.part_file import Record
 from gapless.server.completions import DEFAULT_MAX_TOKENS
 from gapless.server.conversation import chat_talk
-from gapless.server.errors import ApiError, error_body
+from gapless.server.errors import ApiError, error_body, first_finding
 from gapless.server.logprobs import (
     TokenTexts,
     prompt_starts,
@@ -66,9 +66,9 @@ class BatchRows:
                 raise InvalidRequest(row.error)
             return self._line(index, _checked(row.value))
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            return BadLine(index, id, f"{row.place}: body.{where}: {first['msg']}")
+            place, text = first_finding(error.errors(include_url=False))
+            where = ".".join(str(part) for part in place)
+            return BadLine(index, id, f"{row.place}: body.{where}: {text}")
         except (InvalidRequest, ApiError) as error:
             return BadLine(index, id, f"{row.place}: {error}")
 

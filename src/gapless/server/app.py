@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -33,7 +33,7 @@ from gapless.server.answers import (
 from gapless.server.chat import answer_chat, turn
 from gapless.server.completions import answer_completion
 from gapless.server.description import ERRORS, STREAM, describe
-from gapless.server.errors import ApiError, dump, error_response
+from gapless.server.errors import ApiError, dump, error_response, first_finding
 from gapless.server.gate import CLIENT, Gate
 from gapless.server.memory import Memory
 from gapless.server.metrics import Metrics
@@ -258,21 +258,21 @@ def _add_errors(app: FastAPI, metrics: Metrics) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
         if request.method == "POST" and request.url.path in GENERATION_PATHS:
             metrics.observe_refusal(400)
         if request.method == "POST" and "json" not in request.headers.get("content-type", ""):
             return error_response(
                 ApiError(415, "the body must be JSON, with the header content-type: application/json")
             )
-        return error_response(_validation_error(first["type"], first["loc"], first["msg"]))
+        return error_response(_validation_error(error.errors()))
 
 
-def _validation_error(kind: str, place: Sequence[str | int], text: str) -> ApiError:
+def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first finding of pydantic, with the name of the parameter."""
-    if kind == "json_invalid":  # the place is a position in the text
+    place, text = first_finding(errors)
+    if errors[0]["type"] == "json_invalid":  # the place is a position in the text
         return ApiError(400, "the body is not valid JSON")
-    if tuple(place) == ("body",):
+    if place == ("body",):
         return ApiError(400, "the body must be a JSON object")
     param = ".".join(str(part) for part in place if part not in ("body", "query")) or None
     return ApiError(400, f"{param}: {text}" if param else text, param=param)

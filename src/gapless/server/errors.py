@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from gapless.errors import CorruptModel, InvalidRequest, PromptTooLong, Template
 
 TEMPLATE_RETRY_S = 1
 _encode = msgspec.json.Encoder().encode
+_TYPE = re.compile(r"str|int|constrained-.*|.*\[.*\]")  # a type in the place of a finding, no name of a parameter
 
 
 class ApiError(Exception):
@@ -55,6 +57,20 @@ def shutting_down() -> ApiError:
 
 def timed_out() -> ApiError:
     return ApiError(408, "the request took longer than its timeout", code="timeout")
+
+
+def first_finding(errors: Sequence[Mapping[str, Any]]) -> tuple[tuple[str | int, ...], str]:
+    """The place and the text of pydantic's first finding.
+
+    Where a value may have one of several types, pydantic has a finding for each, with the type in the place. The one
+    that looked deepest into the value is told, without the type; of equally deep ones, all.
+    """
+    places = [tuple(part for part in error["loc"] if not _TYPE.fullmatch(str(part))) for error in errors]
+    related = [place for place in places if place[: len(places[0])] == places[0]]
+    deepest = max(related, key=len)
+    texts = dict.fromkeys(str(error["msg"]) for error, place in zip(errors, places, strict=True) if place == deepest)
+    first, *others = texts
+    return deepest, " or ".join([first, *(text.removeprefix("Input should be ") for text in others)])
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -72,6 +72,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "continuous_usage_stats": (False,),
 }
+NEWER = {"functions": "tools", "function_call": "tool_choice"}
 
 
 def refuse_unsupported(body: Body) -> None:
@@ -91,6 +92,9 @@ def refuse_unsupported(body: Body) -> None:
 def _check(name: str, value: object) -> None:
     if name == "chat_template":
         message = "a chat template is set by the server's flag --chat-template only"
+        raise ApiError(400, message, param=name, code="unsupported_parameter")
+    if name in NEWER and value not in NEUTRAL[name]:
+        message = f"{name!r} is not supported; its newer form, {NEWER[name]!r}, is"
         raise ApiError(400, message, param=name, code="unsupported_parameter")
     if name not in NEUTRAL:
         raise ApiError(400, f"unknown parameter: {name!r}", param=name, code="unknown_parameter")
