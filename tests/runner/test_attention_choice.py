@@ -225,7 +225,15 @@ class LibraryKit(CpuKit):
     def settings(self, options: EngineOptions, model: ModelConfig) -> Settings:
         return dataclasses.replace(super().settings(options, model), attention=("flash3",))
 
-    def assemble(self, device: Device, model: LoadedModel, resolved: Resolved, progress: BuildProgress | None) -> Built:
+    def assemble(
+        self,
+        device: Device,
+        model: LoadedModel,
+        resolved: Resolved,
+        progress: BuildProgress | None,
+        *,
+        processed: bool = False,
+    ) -> Built:
         kv = make_kv_store(device, resolved, heads_first=False)
         attention, choice = choose_attention(device, kv, resolved)
         runner = Runner(device, resolved.limits, kv, Step(model, attention, sample))

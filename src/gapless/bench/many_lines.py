@@ -36,7 +36,7 @@ CONFIG = {
     "eos_token_id": 0,
     "tie_word_embeddings": False,
 }
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.02
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = time.monotonic() - began
         if process.returncode:
             return process.returncode
+        if not seen:
+            print("the run was over before its memory could be seen; try more lines")
+            return 1
         for share in (0.01, 0.1, 0.25, 0.5, 0.75, 1.0):
             at, memory = seen[min(int(share * len(seen)), len(seen) - 1)]
             print(f"after {at:5.1f} s: {readable_bytes(memory)}")
@@ -83,8 +86,8 @@ def _watch(process: subprocess.Popen[bytes], part: Path) -> list[tuple[float, in
     seen: list[tuple[float, int]] = []
     began = time.monotonic()
     while process.poll() is None:
-        if seen or part.exists():
-            seen.append((time.monotonic() - began, _resident(process.pid) or seen[-1][1]))
+        if (seen or part.exists()) and (resident := _resident(process.pid)):
+            seen.append((time.monotonic() - began, resident))
         time.sleep(LOOK_EVERY_S)
     return seen
 

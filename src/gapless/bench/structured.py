@@ -26,6 +26,7 @@ from gapless.core.params import SamplingParams
 from gapless.core.structured import read_structured
 from gapless.errors import ConfigError
 from gapless.garbage import heap_frozen
+from gapless.progress import progress_bar
 
 if TYPE_CHECKING:
     from gapless.llm import LLM
@@ -41,6 +42,7 @@ ENGINE_FLAGS = (
     "num_blocks",
     "load_format",
 )
+RATE_HEAD = f"{'rows':>5} {'structured':>10} {'schemas':>8} {'tok/s':>10} {'of free':>8} {'busy':>6}"
 WORDS = ("red", "green", "blue", "yellow", "white", "black")
 
 
@@ -112,12 +114,15 @@ def main(args: argparse.Namespace, engine: EngineOptions) -> int:
     from gapless.llm import LLM
 
     with _options(args, engine) as options, LLM(**asdict(options)) as llm:
-        bench = StructuredBench(llm, args)
-        rates = [rate for rows in args.rows for rate in bench.throughput(rows)]
+        bench, rates = StructuredBench(llm, args), list[Throughput]()
+        print(RATE_HEAD)
+        for rows in args.rows:
+            rates += (found := bench.throughput(rows))
+            print(format_rates(found), flush=True)
         waits = bench.first_tokens()
         facts = {"model": args.shape or options.model, "device": llm.engine.resolved.device_name}
         ledger = llm.engine.monitor.ledger()
-    print(format_rates(rates), format_waits(waits), sep="\n\n")
+    print("", format_waits(waits), sep="\n")
     if args.json:
         told = {"machine": asdict(this_machine()), **facts, "arguments": vars(args) | {"handler": None}}
         told |= {"throughput": [asdict(r) for r in rates], "first_token": [asdict(w) for w in waits], "ledger": ledger}
@@ -153,12 +158,14 @@ class StructuredBench:
         variants += [Mixture(rows, share, is_new) for is_new in (False, True) for share in self._args.shares]
         known = [self._schema() for _ in range(rows)]
         played: dict[Mixture, list[RoundTimes]] = {variant: [] for variant in variants}
-        for number in range(self._args.rounds + 1):
-            for variant in variants:
-                fresh = [self._schema() for _ in range(variant.num_structured)] if variant.is_new else known
-                found = self._round(variant, fresh)
-                if number > 0:
-                    played[variant].append(found)
+        with progress_bar(f"{rows} rows", len(variants) * (self._args.rounds + 1), "round") as bar:
+            for number in range(self._args.rounds + 1):
+                for variant in variants:
+                    fresh = [self._schema() for _ in range(variant.num_structured)] if variant.is_new else known
+                    found = self._round(variant, fresh)
+                    if number > 0:
+                        played[variant].append(found)
+                    bar.advance(1, rows * self._args.max_tokens)
         free_s = statistics.median(found.elapsed_s for found in played[variants[0]])
         return [self._rate(variant, played[variant], free_s) for variant in variants]
 
@@ -194,14 +201,17 @@ class StructuredBench:
         """Of free and structured requests one at a time, and of a free one that comes with a new schema."""
         known = self._schema()
         kinds: dict[str, list[float]] = {"free": [], "known schema": [], "new schema": [], "free, beside a new one": []}
-        for _ in range(4 * self._args.rounds):
-            kinds["free"].append(self._first_ms(None))
-            kinds["known schema"].append(self._first_ms(known))
-            kinds["new schema"].append(self._first_ms(self._schema()))
-            other = self._llm.engine.compile(self._params(0, self._schema()))
-            kinds["free, beside a new one"].append(self._first_ms(None))
-            assert other is not None
-            other.result()
+        num_rounds = 4 * self._args.rounds
+        with progress_bar("first tokens", num_rounds, "round") as bar:
+            for _ in range(num_rounds):
+                kinds["free"].append(self._first_ms(None))
+                kinds["known schema"].append(self._first_ms(known))
+                kinds["new schema"].append(self._first_ms(self._schema()))
+                other = self._llm.engine.compile(self._params(0, self._schema()))
+                kinds["free, beside a new one"].append(self._first_ms(None))
+                assert other is not None
+                other.result()
+                bar.advance(1)
         return [FirstToken(kind, statistics.median(ms[1:]), max(ms[1:])) for kind, ms in kinds.items()]
 
     def _first_ms(self, schema: Any) -> float:
@@ -245,7 +255,8 @@ class StructuredBench:
 
 
 def format_rates(rates: Sequence[Throughput]) -> str:
-    lines = [f"{'rows':>5} {'structured':>10} {'schemas':>8} {'tok/s':>10} {'of free':>8} {'busy':>6}"]
+    """A line for each, without the head."""
+    lines = []
     for rate in rates:
         kind = "" if rate.share == 0 else "new" if rate.is_new else "known"
         early = f"  {rate.num_ended_early} ended early" if rate.num_ended_early else ""
