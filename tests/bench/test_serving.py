@@ -7,9 +7,11 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gapless.bench import idle
 from gapless.bench.idle import between, format_idle
 from gapless.bench.load import make_load, read_range
 from gapless.bench.openai_client import Endpoint, Sample, complete
@@ -239,3 +241,15 @@ def test_a_whole_run(tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert set(found["idle"]) == {"served", "offline"}
     assert all(0 <= run["share"] <= 1 for run in found["idle"].values())
     assert (tmp_path / "a.svg").read_text().startswith("<svg")
+
+
+def test_an_engine_that_was_not_heard_of_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between ready and the first pulse of an engine, a server cannot tell its time."""
+    times = iter([None, None, 1.0, 1.1, 9.0])
+
+    async def fetch(endpoint: Endpoint, path: str) -> dict[str, Any]:
+        return {"running": 0, "waiting": 0, "engine_time_s": next(times), "idle_s": {"launch": 0.5}}
+
+    monkeypatch.setattr(idle, "fetch", fetch)
+    assert asyncio.run(idle._settled(Endpoint("127.0.0.1", 1, False, ""))) == {"launch": 0.5}
+    assert next(times, None) is None

@@ -58,9 +58,12 @@ async def _settled(endpoint: Endpoint) -> dict[str, float]:
 
 
 async def _quiet(endpoint: Endpoint) -> Any:
-    while (state := await fetch(endpoint, "/state?seconds=0"))["running"] or state["waiting"]:
+    """The state of a server without requests whose engine has been heard of."""
+    while True:
+        state = await fetch(endpoint, "/state?seconds=0")
+        if state["engine_time_s"] is not None and not (state["running"] or state["waiting"]):
+            return state
         await asyncio.sleep(0.05)
-    return state
 
 
 def offline(engine: EngineOptions, asks: Sequence[LoadRequest]) -> Idle:
