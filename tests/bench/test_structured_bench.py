@@ -35,6 +35,20 @@ def test_a_shape_needs_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--shape and --tokenizer need each other" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--rows", "8", "0"], "--rows must be at least 1, got 0"),
+        (["--shares", "0"], "--shares must be between 1 and 100, got 0"),
+        (["--shares", "10", "101"], "--shares must be between 1 and 100, got 10 101"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+    ],
+)
+def test_wrong_numbers_are_refused(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "structured", *flags]) == 2
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("rows", "share", "count"), [(16, 10, 2), (32, 50, 16), (4, 100, 4), (4, 0, 0)])
 def test_at_least_the_share_is_structured(rows: int, share: int, count: int) -> None:
     assert Mixture(rows, share).num_structured == count

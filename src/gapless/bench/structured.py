@@ -111,6 +111,10 @@ def main(args: argparse.Namespace, engine: EngineOptions) -> int:
     for name in ("max_tokens", "prompt_tokens", "rounds"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+    if min(args.rows) < 1:
+        raise ConfigError(f"--rows must be at least 1, got {min(args.rows)}")
+    if not all(1 <= share <= 100 for share in args.shares):
+        raise ConfigError(f"--shares must be between 1 and 100, got {' '.join(map(str, args.shares))}")
     from gapless.llm import LLM
 
     with _options(args, engine) as options, LLM(**asdict(options)) as llm:
