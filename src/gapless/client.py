@@ -230,7 +230,8 @@ class Client:
             raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", "stop")
         if streams and is_ranked(params):
             raise InvalidRequest("best_of above n cannot be streamed: the best are known only at the end", "best_of")
-        params = replace(params, bad_words=in_tokens(params.bad_words, self.tokenizer))
+        if params.bad_words:  # a copy is checked anew, which takes longer than the rest of this
+            params = replace(params, bad_words=in_tokens(params.bad_words, self.tokenizer))
         make = self.engine.make_request
         requests = [make(tokens, each, streams=streams or bool(params.stop)) for each in candidates(params)]
         made = [(each, self._transcript(each, shown_ids)) for each in requests]
