@@ -89,6 +89,19 @@ def test_results_come_in_input_order(tiny_llm: LLM, tiny_dir: Path) -> None:
         assert completion.finish_reason == "length"
 
 
+def test_the_first_prompt_runs_while_others_are_read(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, encode = tiny_llm.stats(), tiny_llm._client.encode
+
+    def slow(prompt: Any) -> Any:
+        if prompt == "last":
+            eventually(lambda: (tiny_llm.stats() - before).num_steps > 0)
+        return encode(prompt)
+
+    monkeypatch.setattr(tiny_llm._client, "encode", slow)
+    first, last = tiny_llm.generate(["first", "last"], GREEDY)
+    assert (first.prompt_token_ids, last.prompt_token_ids) == (tuple(ids("first")), tuple(ids("last")))
+
+
 def test_text_and_token_ids_are_the_same_prompt(tiny_llm: LLM) -> None:
     by_text, by_list, by_tuple = tiny_llm.generate(["Hello", ids("Hello"), tuple(ids("Hello"))], GREEDY)
     assert by_text.token_ids == by_list.token_ids == by_tuple.token_ids

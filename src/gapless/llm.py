@@ -9,6 +9,7 @@ import contextlib
 import os
 import queue
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -61,10 +62,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Continue each prompt; results in input order. Every prompt is checked before any of them runs."""
+        """Continue each prompt; results in input order. The first ones run while the others are tokenized and checked.
+
+        All are checked by the time of the first result. One that is refused raises InvalidRequest, and ends the others.
+        """
         texts = _as_prompts(prompts)
-        each = _as_params(params, len(texts))
-        return self._generate([_named(i, len(texts), self._encode, p) for i, p in enumerate(texts)], each)
+        return self._generate(texts, self._encode, _as_params(params, len(texts)))
 
     def chat(
         self,
@@ -76,9 +79,7 @@ class LLM:
             raise InvalidRequest(f"messages must be a list, got {type(messages).__name__}", "messages")
         many = len(messages) > 0 and isinstance(messages[0], (list, tuple))
         talks: Sequence[Any] = messages if many else [messages]
-        each = _as_params(params, len(talks))
-        encode = self._client.encode_chat
-        found = self._generate([_named(i, len(talks), encode, talk) for i, talk in enumerate(talks)], each)
+        found = self._generate(talks, self._client.encode_chat, _as_params(params, len(talks)))
         return found if many else found[0]
 
     def stream(
@@ -111,10 +112,9 @@ class LLM:
         news: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
         running: dict[str, tuple[int, Job]] = {}
         source = iter(jobs)
-        ahead = QUEUED_AHEAD * self.engine.resolved.limits.num_rows
         try:
             while True:
-                while len(running) < ahead and (found := next(source, None)) is not None:
+                while len(running) < self._num_ahead and (found := next(source, None)) is not None:
                     for request in found[1].requests:
                         running[request.id] = found
                         self.engine.submit(request, news.put)
@@ -130,6 +130,11 @@ class LLM:
         finally:
             for request_id in running:
                 self.engine.abort(request_id)
+
+    @property
+    def _num_ahead(self) -> int:
+        """Requests that may be with the engine at the same time."""
+        return QUEUED_AHEAD * self.engine.resolved.limits.num_rows
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Job:
         """A job for `run`. Raises InvalidRequest."""
@@ -164,19 +169,27 @@ class LLM:
             if future is not None:
                 _named(index, len(params), check_compiled, future)
 
-    def _generate(self, prompts: list[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+    def _generate(
+        self, prompts: Sequence[Any], encode: Callable[[Any], Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """encode: from a prompt to token ids."""
         self._compile(params)
-        prepare = self._client.prepare
-        jobs = [
-            _named(i, len(prompts), lambda pair: prepare(pair[0], pair[1], streams=False), pair)
-            for i, pair in enumerate(zip(prompts, params, strict=True))
-        ]
+
+        def prepare(pair: tuple[Any, SamplingParams]) -> Job:
+            return self._client.prepare(encode(pair[0]), pair[1], streams=False)
+
+        def jobs() -> Iterator[tuple[int, Job]]:
+            pairs = enumerate(zip(prompts, params, strict=True))
+            made = ((i, _named(i, len(prompts), prepare, pair)) for i, pair in pairs)
+            yield from islice(made, self._num_ahead)
+            yield from list(made)  # a bad one is to be found before much of the work is done
+
         results: dict[int, Completion] = {}
-        with heap_frozen(), progress_bar("generating", total=len(jobs), unit="prompt") as bar:
-            for number, completion in self.run(enumerate(jobs)):
+        with heap_frozen(), progress_bar("generating", total=len(prompts), unit="prompt") as bar:
+            for number, completion in self.run(jobs()):
                 results[number] = completion
                 bar.advance(1, sum(len(choice.token_ids) for choice in completion.choices))
-        return [results[i] for i in range(len(jobs))]
+        return [results[i] for i in range(len(prompts))]
 
     def _stream(self, job: Job) -> Iterator[Delta]:
         news: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
