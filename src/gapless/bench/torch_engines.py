@@ -38,7 +38,8 @@ class Gapless:
 
     @property
     def weights(self) -> str:
-        return SHORT_DTYPES[str(self._llm.engine.resolved.dtype).removeprefix("torch.")]
+        weights = self._llm.engine.resolved.weights
+        return SHORT_DTYPES.get(weights, weights)
 
     def run(self) -> Output:
         monitor = self._llm.engine.monitor

@@ -198,5 +198,5 @@ def _tokens(stage: ModelStage, chat: LocalChat | None, line: Line) -> Sequence[i
 
 def _about(stage: ModelStage) -> str:
     resolved = stage.resolved
-    dtype, kv_dtype = (str(dtype).removeprefix("torch.") for dtype in (resolved.dtype, resolved.kv_dtype))
-    return f"{resolved.device_name}{', native' if resolved.native else ''}, {dtype}, KV cache {kv_dtype}"
+    kv_dtype = str(resolved.kv_dtype).removeprefix("torch.")
+    return f"{resolved.device_name}{', native' if resolved.native else ''}, {resolved.weights}, KV cache {kv_dtype}"

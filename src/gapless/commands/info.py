@@ -23,6 +23,13 @@ def _attention(resolved: Resolved) -> str:
     return f"{first} or {', '.join(others)}: timed at the start, the faster runs" if others else first
 
 
+def _weights(resolved: Resolved) -> str:
+    kinds = resolved.model.kinds
+    if resolved.stored:
+        return f"{' and '.join(kinds)} as in the file"
+    return f"{resolved.weights}, dequantized from {' and '.join(kinds)}" if kinds else resolved.weights
+
+
 def info(options: EngineOptions) -> int:
     """Print a short table."""
     import torch
@@ -30,12 +37,12 @@ def info(options: EngineOptions) -> int:
     source = resolve_source(options.model)
     resolved = resolve(options, source)
     limits, model = resolved.limits, resolved.model
-    dtype, kv_dtype = (str(d).removeprefix("torch.") for d in (resolved.dtype, resolved.kv_dtype))
+    kv_dtype = str(resolved.kv_dtype).removeprefix("torch.")
     rows = {
         "gapless": f"{__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "device": f"{resolved.device_name}, {options.num_threads or torch.get_num_threads()} threads",
         "model": f"{source.name}: {model.architecture}, {model.num_layers} layers, vocabulary {model.vocab_size}",
-        "dtype": f"weights {dtype}, KV cache {kv_dtype}",
+        "dtype": f"weights {_weights(resolved)}, KV cache {kv_dtype}",
         "step": _step(resolved),
         **({"attention": _attention(resolved)} if resolved.attention else {}),
         "depth": str(options.depth),

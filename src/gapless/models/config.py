@@ -32,6 +32,7 @@ class ModelConfig:
     learned_positions: bool = False  # each position has a row of a table, which is added to the embedding
     logit_scale: float = 1.0  # part of the last norm's weights as they are computed with
     logit_soft_cap: float | None = None  # logits become cap * tanh(logit / cap)
+    kinds: tuple[str, ...] = ()  # how a GGUF stores its matrices, such as Q8_0; that of most numbers first
 
     def __post_init__(self) -> None:
         if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.attention_specs()}) > 1:

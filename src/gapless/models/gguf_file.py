@@ -1,4 +1,4 @@
-"""One GGUF file: its metadata, and its tensors dequantized on demand.
+"""One GGUF file: its metadata, and its tensors, as they are stored or dequantized on demand.
 
 Owns the mapping of the file and knows the container format (versions 2 and 3, little-endian).
 Knows nothing of architectures: what a key or a tensor name means is for `config` and `weights`.
@@ -26,6 +26,7 @@ _DEFAULT_ALIGNMENT = 32
 _MAX_HEADER_BYTES = 128 * 2**20  # with a vocabulary of 50 thousand it has 2
 _MAX_ARRAY_ITEMS = 2**24
 _MAX_ENTRIES = 2**17  # keys, or tensors
+_MOST_TOUCHED = 32 * 2**20
 
 
 class GGUFFile:
@@ -44,10 +45,21 @@ class GGUFFile:
             raise CorruptModel(f"{path}: the GGUF header is damaged or cut short ({error})") from error
         self.tensors = {name: GGUFTensor(path, name, shape, kind, start + at) for name, shape, kind, at in infos}
         self._buffer = buffer
+        self._num_touched = 0  # bytes, since the pages were last given back
 
     def load(self, name: str) -> npt.NDArray[np.float32]:
         """Dequantizes one tensor to float32, in the row-major shape of `tensors[name].shape`."""
-        return self.tensors[name].dequantize(self._buffer)
+        tensor = self.tensors[name]
+        return _dequantize(self.load_bytes(name), tensor.checked_kind(), f"{self.path}: tensor {name}")
+
+    def load_bytes(self, name: str) -> npt.NDArray[np.uint8]:
+        """One tensor as it is stored, its last dimension in bytes. It lies in the mapping: copy what you keep."""
+        raw = self.tensors[name].bytes_in(self._buffer)
+        if self._num_touched > _MOST_TOUCHED:
+            self._buffer.madvise(mmap.MADV_DONTNEED)  # else the whole file would be in memory beside its copy
+            self._num_touched = 0
+        self._num_touched += raw.nbytes
+        return raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +72,29 @@ class GGUFTensor:
     kind: int  # a gguf.GGMLQuantizationType
     offset: int  # from the start of the file
 
-    def dequantize(self, buffer: mmap.mmap) -> npt.NDArray[np.float32]:
+    def checked_kind(self) -> Any:
+        """The kind, if the `gguf` package knows it."""
         import gguf
 
         try:
             kind = gguf.GGMLQuantizationType(self.kind)
-            block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+            gguf.GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError) as error:
             raise UnsupportedModel(f"{self.path}: tensor {self.name} has the unknown type {self.kind}") from error
+        return kind
+
+    def bytes_in(self, buffer: mmap.mmap) -> npt.NDArray[np.uint8]:
+        import gguf
+
+        kind = self.checked_kind()
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if not self.shape or not prod(self.shape) or self.shape[-1] % block_size:
             raise CorruptModel(f"{self.path}: tensor {self.name}: shape {self.shape} does not fit type {kind.name}")
         row_bytes = self.shape[-1] // block_size * block_bytes
         num_bytes = prod(self.shape[:-1]) * row_bytes
         if self.offset + num_bytes > len(buffer):
             raise CorruptModel(f"{self.path}: the file ends inside tensor {self.name}; download it again")
-        raw = np.frombuffer(buffer, np.uint8, num_bytes, self.offset).reshape(*self.shape[:-1], row_bytes)
-        return _dequantize(raw, kind, f"{self.path}: tensor {self.name}")
+        return np.frombuffer(buffer, np.uint8, num_bytes, self.offset).reshape(*self.shape[:-1], row_bytes)
 
 
 def _dequantize(raw: npt.NDArray[np.uint8], kind: Any, where: str) -> npt.NDArray[np.float32]:

@@ -5,7 +5,10 @@ Owns the order of loading. Knows no file format (`weights`), no family (`registr
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 from typing import Literal
 
 import torch
@@ -16,6 +19,7 @@ from gapless.models.config import ModelConfig
 from gapless.models.decoder import CausalLM
 from gapless.models.files import read_object
 from gapless.models.gguf_file import GGUFFile
+from gapless.models.gguf_scheme import KINDS
 from gapless.models.layers import PLAIN, Layers
 from gapless.models.linear import plain
 from gapless.models.mxfp4 import BLOCKS, Mxfp4Weights
@@ -23,6 +27,7 @@ from gapless.models.reader import ReadWeight
 from gapless.models.registry import gguf_config, hf_config
 from gapless.models.shapes import weight_shapes
 from gapless.models.source import ModelSource
+from gapless.models.spec import Feature
 from gapless.models.weight import Weight
 from gapless.models.weights import DummyWeights, GGUFWeights, SafetensorsWeights, Shapes, Weights
 
@@ -32,6 +37,7 @@ LoadFormat = Literal["auto", "dummy"]
 LoadProgress = Callable[[int, int], None]  # tensors read so far, of how many
 _MAX_NAMED = 5
 _CHECKED_AT_ONCE = 2**24
+_PANEL = 16  # outputs that native products have side by side
 # Tensors that checkpoints have and no model here reads: tables of frequencies, masks, a head that is the embedding,
 # and the eyes of models that also see.
 _HARMLESS = re.compile(
@@ -43,7 +49,9 @@ _HARMLESS = re.compile(
 
 def load_config(source: ModelSource) -> ModelConfig:
     if source.kind == "gguf":
-        return gguf_config(GGUFFile(source.path))
+        file = GGUFFile(source.path)
+        config = gguf_config(file)
+        return replace(config, kinds=_kinds(file, config))
     generation = read_object(source.path / "generation_config.json", optional=True)
     return hf_config(read_object(source.path / "config.json"), generation)
 
@@ -77,12 +85,39 @@ def open_weights(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     progress: LoadProgress | None = None,
+    stored: bool = False,
 ) -> ReadWeight:
-    """All weights are there and have the config's shapes; the function reads one by its name."""
+    """All weights are there and have the config's shapes; the function reads one by its name.
+
+    stored: matrices of a GGUF come as they are stored, if `why_not_stored` has no reason against it.
+    """
     expected = weight_shapes(config)
     weights = _open_source(source, expected, dtype, device, load_format, seed)
     _check_shapes(weights, expected, source)
-    return _Reader(weights, len(expected), dtype, device, progress, checks=load_format != "dummy")
+    kept = weights if stored and isinstance(weights, GGUFWeights) else None
+    return _Reader(weights, len(expected), dtype, device, progress, checks=load_format != "dummy", stored=kept)
+
+
+def why_not_stored(config: ModelConfig) -> str | None:
+    """Why the native step cannot multiply by the matrices of a GGUF as they are stored; None where it can."""
+    if not config.kinds:
+        return "the weights are not those of a GGUF"
+    if others := [kind for kind in config.kinds if kind not in KINDS.values()]:
+        return f"{others[0]} weights"
+    if Feature.EXPERTS in config.features():
+        return "experts"
+    kv_size = config.num_kv_heads * config.head_dim
+    return f"keys of {kv_size} numbers, which is no multiple of {_PANEL}" if kv_size % _PANEL else None
+
+
+def _kinds(file: GGUFFile, config: ModelConfig) -> tuple[str, ...]:
+    """Of the matrices that are multiplied by; a table of positions is only looked up."""
+    sizes: Counter[str] = Counter()
+    for name in weight_shapes(config):
+        tensor = file.tensors.get(name)
+        if tensor is not None and len(tensor.shape) > 1 and name != f"{config.names.positions}.weight":
+            sizes[tensor.checked_kind().name] += prod(tensor.shape)
+    return tuple(kind for kind, _ in sizes.most_common())
 
 
 def _open_source(
@@ -134,22 +169,30 @@ class _Reader:
         progress: LoadProgress | None,
         *,
         checks: bool,
+        stored: GGUFWeights | None = None,
     ) -> None:
+        """stored: the same weights, of which matrices are read as they are stored."""
         self._weights, self._dtype, self._device, self._progress = weights, dtype, device, progress
         self._seen: set[str] = set()  # a weight may be read twice
         self._num_total = num_total
-        self._checks = checks
+        self._checks, self._stored = checks, stored
         self._sums: dict[str, Tensor] = {}  # [] on the device; finite only if every value is
 
     def __call__(self, name: str) -> Weight:
-        tensor = self._weights.read(name).to(device=self._device, dtype=self._dtype)
+        weight = self._read(name)
         self._seen.add(name)
-        if self._checks:
-            self._sums[name] = tensor.sum()
-            if len(self._seen) == self._num_total:
-                self._check_values()
+        if self._checks and len(self._seen) == self._num_total:
+            self._check_values()
         if self._progress is not None:
             self._progress(len(self._seen), self._num_total)
+        return weight
+
+    def _read(self, name: str) -> Weight:
+        if self._stored is not None and self._stored.kind(name) in KINDS.values():
+            return self._stored.read_stored(name)
+        tensor = self._weights.read(name).to(device=self._device, dtype=self._dtype)
+        if self._checks:
+            self._sums[name] = tensor.sum()
         return plain(tensor)
 
     def _check_values(self) -> None:

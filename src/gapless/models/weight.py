@@ -39,7 +39,9 @@ class Scheme(Protocol):
     """How weights are stored, and how to multiply by them. A product picks its way by the number of rows it is given,
     for few rows wait for memory and many for arithmetic."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Of all schemes that understand each other's weights."""
 
     def dense(self, weight: Weight) -> Tensor:
         """The numbers themselves, in the model's dtype."""
@@ -87,5 +89,5 @@ def stacked(weights: Sequence[Weight]) -> Weight:
 def shared_scheme(weights: Sequence[Weight]) -> Scheme:
     """The scheme of all of them: the numbers of one scheme mean nothing to a different one."""
     scheme = weights[0].scheme
-    assert all(weight.scheme is scheme for weight in weights), "weights of different schemes in one product"
+    assert all(weight.scheme.name == scheme.name for weight in weights), "weights of different schemes in one product"
     return scheme

@@ -16,6 +16,8 @@ from torch import Tensor
 from gapless.errors import CorruptModel, UnsupportedModel
 from gapless.models.files import check_regular, is_there, read_object, shown
 from gapless.models.gguf_file import GGUFFile
+from gapless.models.gguf_scheme import has_finite_scales, stored_weight
+from gapless.models.weight import Weight
 
 Shapes = Mapping[str, tuple[int, ...]]
 _DUMMY_SCALE = 0.02
@@ -133,6 +135,17 @@ class GGUFWeights:
 
     def read(self, name: str) -> Tensor:
         return torch.from_numpy(self._file.load(name))
+
+    def kind(self, name: str) -> str:
+        """How the tensor is stored, such as Q8_0."""
+        return str(self._file.tensors[name].checked_kind().name)
+
+    def read_stored(self, name: str) -> Weight:
+        """A matrix of one of `gguf_scheme.KINDS`, as it is stored."""
+        kind, rows = self._file.tensors[name].kind, self._file.load_bytes(name)
+        if not has_finite_scales(kind, rows):
+            raise CorruptModel(f"{self.origin(name)}: tensor {name} has scales that are NaN or infinite")
+        return stored_weight(kind, rows)
 
     def origin(self, name: str) -> str:
         return str(self._file.path)

@@ -29,6 +29,7 @@ PARTS = (
     *("FIRST_NORM", "FIRST_NORM_BIAS", "SECOND_NORM", "SECOND_NORM_BIAS", "FIRST_AFTER", "SECOND_AFTER"),
     *("QKV", "OUT", "GATE", "UP", "DOWN", "Q_NORM", "K_NORM", "SINKS"),
 )  # model.h has the same list
+WEIGHTS = ("FLOAT32", "BFLOAT16", "QUANTIZED")  # step.cpp has the same list
 
 
 class CShape(Structure):
@@ -89,7 +90,7 @@ class CSections(Structure):
 
 SIGNATURES: dict[str, tuple[object, list[object]]] = {  # result, arguments
     "gapless_model": (c_void_p, [POINTER(CShape), POINTER(CLayerShape), c_int32]),
-    "gapless_set_matrix": (None, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
+    "gapless_set_matrix": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32, c_int32]),
     "gapless_set_vector": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
     "gapless_drop_model": (None, [c_void_p]),
     "gapless_engine": (c_void_p, [c_void_p, *(POINTER(x) for x in (Cache, Rows, Rotary, Sizes))]),

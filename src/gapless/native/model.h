@@ -7,7 +7,7 @@
 #include <new>
 #include <vector>
 
-#include "product.h"
+#include "quantized.h"
 
 namespace gapless {
 
@@ -102,16 +102,20 @@ struct Layer {
     Linear<T> qkv, out, gate_up, down;  // gate_up: a panel of the gate, its panel of up, and so on
 };
 
+inline float to_float(float x) { return x; }
+inline float to_float(uint16_t x) { return from_bf16(x); }
+
 inline int panels(int num_outputs) { return (num_outputs + LANES - 1) / LANES; }
 
 template <class T>
 class Model {
   public:
     typedef typename T::Weight Weight;
+    static constexpr bool QUANTIZED = std::is_same_v<T, Quantized>;
 
     Model(const Shape& shape, const LayerShape* layer_shapes) : shape(shape), layers(shape.num_layers) {
         const int hidden = shape.hidden_size, inner = shape.inner_size;
-        if (!shape.tied) table = arena_.take<Weight>((long)shape.vocab_size * hidden);
+        if (!shape.tied) make_table();
         if (shape.num_positions) places = arena_.take<Weight>((long)shape.num_positions * hidden);
         for (Layer<T>& layer : layers) {
             layer.shape = *layer_shapes++;
@@ -131,17 +135,35 @@ class Model {
         make(head, shape.vocab_size, hidden);
     }
 
-    // Rows `first` and following of a weight matrix [num_outputs, num_inputs].
-    void set_matrix(int part, int layer, const Weight* data, int num_outputs, int first) {
-        if (part == EMBEDDING || part == POSITIONS) {
-            memcpy(part == EMBEDDING ? table : places, data, (long)num_outputs * shape.hidden_size * sizeof(Weight));
+    // Rows `first` and following of a weight matrix [num_outputs, num_inputs]. `kind`: how the file stores them, where they
+    // are quantized.
+    void set_matrix(int part, int layer, const void* data, int kind, int num_outputs, int first) {
+        if (part == POSITIONS || (part == EMBEDDING && !QUANTIZED)) {
+            Weight* to = part == EMBEDDING ? table : places;
+            memcpy(to, data, (long)num_outputs * shape.hidden_size * sizeof(Weight));
             return;
         }
-        const Linear<T>& linear = product(part, layer);
-        for (int n = 0; n < num_outputs; n++) {
-            const int panel = panel_of(part, first + n), lane = (first + n) % LANES;
-            const Weight* row = data + (long)n * linear.num_inputs;
-            for (int k = 0; k < linear.num_inputs; k++) *linear.at(panel, lane, k) = row[k];
+        Linear<T>& linear = product(part, layer);
+        auto place = [&](int n) { return panel_of(part, first + n); };
+        if constexpr (QUANTIZED) {
+            auto take = [&](long size) { return arena_.take<uint8_t>(size); };
+            linear.pack(kind, (const uint8_t*)data, num_outputs, take, place);
+        } else {
+            for (int n = 0; n < num_outputs; n++) {
+                const Weight* row = (const Weight*)data + (long)n * linear.num_inputs;
+                for (int k = 0; k < linear.num_inputs; k++) *linear.at(place(n), (first + n) % LANES, k) = row[k];
+            }
+        }
+    }
+
+    // A token's row of the embedding.
+    void embed(int64_t id, float* out) const {
+        if constexpr (QUANTIZED) {
+            (shape.tied ? head : lookup).read(id / LANES, id % LANES, out);
+        } else if (table == nullptr) {
+            for (int k = 0; k < shape.hidden_size; k++) out[k] = to_float(*head.at(id / LANES, id % LANES, k));
+        } else {
+            for (int k = 0; k < shape.hidden_size; k++) out[k] = to_float(table[id * shape.hidden_size + k]);
         }
     }
 
@@ -160,7 +182,8 @@ class Model {
     const Shape shape;
     std::vector<Layer<T>> layers;
     Linear<T> head;
-    Weight* table = nullptr;  // [vocab_size, hidden_size], or none where the head is read instead
+    Linear<T> lookup;         // the embedding where it is quantized and not the head
+    Weight* table = nullptr;  // the embedding [vocab_size, hidden_size] where it is neither
     Weight* places = nullptr;  // [num_positions, hidden_size], or none
     Norm last_norm;
 
@@ -172,7 +195,14 @@ class Model {
 
     void make(Linear<T>& linear, int num_outputs, int num_inputs, int num_panels = 0) {
         linear.shape(num_outputs, num_inputs, num_panels ? num_panels : panels(num_outputs));
-        linear.weights = arena_.take<Weight>(linear.num_weights());
+        if constexpr (!QUANTIZED) linear.weights = arena_.take<Weight>(linear.num_weights());
+    }
+
+    void make_table() {
+        if constexpr (QUANTIZED)
+            make(lookup, shape.vocab_size, shape.hidden_size);
+        else
+            table = arena_.take<Weight>((long)shape.vocab_size * shape.hidden_size);
     }
 
     Linear<T>& product(int part, int layer) {
@@ -181,6 +211,7 @@ class Model {
             case OUT: return layers[layer].out;
             case DOWN: return layers[layer].down;
             case HEAD: return head;
+            case EMBEDDING: return lookup;
             default: return layers[layer].gate_up;
         }
     }

@@ -12,11 +12,15 @@
 
 namespace gapless {
 
-// How one number format is multiplied. Step: how many elements of K one instruction takes in.
+inline long padded(int size) { return (size + 31L) / 32 * 32; }
+
+// How one number format is multiplied. Step: how many elements of K one instruction takes in. num_inputs: how many Inputs
+// hold a row of so many numbers.
 struct Float32 {
     typedef float Input;
     typedef float Weight;
     static constexpr int STEP = 1;
+    static long num_inputs(int size) { return padded(size); }
     static vec input(const float* p) { return fill(*p); }
     static vec weight(const float* p) { return load(p); }
     static vec add(vec sum, vec x, vec w) { return fma(x, w, sum); }
@@ -27,6 +31,7 @@ struct Bfloat16 {
     typedef uint16_t Input;
     typedef uint16_t Weight;
     static constexpr int STEP = 2;
+    static long num_inputs(int size) { return padded(size); }
     static vec input(const uint16_t* p) {
         int32_t pair;
         memcpy(&pair, p, 4);
@@ -44,6 +49,7 @@ struct Bfloat16 {  // the weights stay small in memory and are widened as they a
     typedef float Input;
     typedef uint16_t Weight;
     static constexpr int STEP = 1;
+    static long num_inputs(int size) { return padded(size); }
     static vec input(const float* p) { return fill(*p); }
     static vec weight(const uint16_t* p) {
         halves h;
@@ -121,14 +127,15 @@ constexpr Kernel<T> KERNELS[] = {
     GAPLESS_KERNEL(1, 8),  GAPLESS_KERNEL(2, 8),  GAPLESS_KERNEL(4, 4),  GAPLESS_KERNEL(6, 3),  GAPLESS_KERNEL(8, 3),
     GAPLESS_KERNEL(12, 1), GAPLESS_KERNEL(16, 1), GAPLESS_KERNEL(20, 1), GAPLESS_KERNEL(24, 1), GAPLESS_KERNEL(28, 1),
 };
-constexpr int BLOCK_ROWS = 8, MOST_ROWS = 28, MOST_PANELS = 8;
+constexpr int BLOCK_ROWS = 8, MOST_ROWS = 28;
 #else
 template <class T>
 constexpr Kernel<T> KERNELS[] = {
     GAPLESS_KERNEL(1, 2), GAPLESS_KERNEL(2, 2), GAPLESS_KERNEL(4, 1), GAPLESS_KERNEL(6, 1),
 };
-constexpr int BLOCK_ROWS = 6, MOST_ROWS = 6, MOST_PANELS = 2;
+constexpr int BLOCK_ROWS = 6, MOST_ROWS = 6;
 #endif
+constexpr int MOST_TILE_ROWS = 28, MOST_PANELS = 8;  // of any tile, and of a group of panels
 
 template <class T>
 const Kernel<T>& kernel_for(int num_rows) {
@@ -137,21 +144,54 @@ const Kernel<T>& kernel_for(int num_rows) {
     return *kernel;
 }
 
+// Tiles for a number of rows: how many rows and panels they have, how many rows they have when there are many, and up to
+// how many rows a weight is read once.
+struct TileShape {
+    int num_rows, num_panels;
+};
+
+template <class T>
+struct TileShapes {
+    static constexpr int BLOCK = BLOCK_ROWS, MOST = MOST_ROWS;
+    static TileShape of(int num_rows) {
+        const Kernel<T>& kernel = kernel_for<T>(num_rows);
+        return {kernel.num_rows, kernel.num_panels};
+    }
+};
+
+// The tiles of `count` panels for a few rows; returns for how many rows a tile has room.
+template <class T>
+int run_tiles(
+    const Linear<T>& linear, int rows, const typename T::Input* x, long x_stride, int panel, int count, float* sums
+) {
+    const Kernel<T>& kernel = kernel_for<T>(rows);
+    for (int n = 0; n < count;) {
+        const bool fits = n + kernel.num_panels <= count;
+        (fits ? kernel.many : kernel.one)(
+            x, x_stride, linear.weights + (long)(panel + n) * linear.depth * LANES, linear.depth,
+            sums + n * kernel.num_rows * LANES
+        );
+        n += fits ? kernel.num_panels : 1;
+    }
+    return kernel.num_rows;
+}
+
 // How a product of so many rows is cut into units that threads can take: blocks of rows times runs of panels.
 template <class T>
 struct Cut {
     Cut(const Linear<T>& linear, int num_rows, int together, int num_threads) : num_rows(num_rows) {
-        const bool once = num_rows <= MOST_ROWS;
-        const Kernel<T>& kernel = kernel_for<T>(once ? num_rows : BLOCK_ROWS);
-        tile_rows = kernel.num_rows;
-        group = kernel.num_panels % together ? kernel.num_panels * together : kernel.num_panels;
+        constexpr int BLOCK = TileShapes<T>::BLOCK;
+        const bool once = num_rows <= TileShapes<T>::MOST;
+        const TileShape tile = TileShapes<T>::of(once ? num_rows : BLOCK);
+        tile_rows = tile.num_rows;
+        group = tile.num_panels % together ? tile.num_panels * together : tile.num_panels;
         const int num_groups = (linear.num_panels + group - 1) / group;
         block = num_rows;
         if (!once) {  // few enough rows for their inputs to stay in a core's cache, and for every thread to have work
             const int row_bytes = linear.depth * (int)sizeof(typename T::Input);
-            block = std::max(BLOCK_ROWS, 400'000 / row_bytes / BLOCK_ROWS * BLOCK_ROWS);
-            while (block > BLOCK_ROWS && (long)num_groups * ((num_rows + block - 1) / block) < 4L * num_threads)
-                block = (block / 2 + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
+            block = std::max(BLOCK, 400'000 / row_bytes / BLOCK * BLOCK);
+            while (block > BLOCK && (long)num_groups * ((num_rows + block - 1) / block) < 4L * num_threads)
+                block = (block / 2 + BLOCK - 1) / BLOCK * BLOCK;
         }
         if (num_rows == 0) return;
         run = once ? std::max(1, num_groups / (UNITS_A_THREAD * num_threads)) * group : group;
@@ -166,27 +206,19 @@ struct Cut {
 };
 
 // One unit of a product. Tiles go to `done(row, num_rows, panel, num_panels, sums, tile_rows)`, sums
-// [num_panels][tile_rows][16], panels in multiples of the cut's `together`. Inputs have room for MOST_ROWS rows past
-// the last.
+// [num_panels][tile_rows][16], panels in multiples of the cut's `together`. Inputs have room for MOST_TILE_ROWS rows
+// past the last.
 template <class T, class Done>
 void multiply(const Linear<T>& linear, const Cut<T>& cut, int unit, const typename T::Input* x, long x_stride, Done done) {
-    alignas(64) float sums[MOST_PANELS * MOST_ROWS * LANES];
+    alignas(64) float sums[MOST_PANELS * MOST_TILE_ROWS * LANES];
     const int first_row = unit / cut.num_runs * cut.block, end_row = std::min(cut.num_rows, first_row + cut.block);
     const int first = unit % cut.num_runs * cut.run, end = std::min(linear.num_panels, first + cut.run);
     for (int panel = first; panel < end; panel += cut.group) {
         const int count = std::min(cut.group, end - panel);
         for (int row = first_row; row < end_row; row += cut.tile_rows) {
             const int rows = std::min(cut.tile_rows, end_row - row);
-            const Kernel<T>& kernel = kernel_for<T>(rows);
-            for (int n = 0; n < count;) {
-                const bool fits = n + kernel.num_panels <= count;
-                (fits ? kernel.many : kernel.one)(
-                    x + row * x_stride, x_stride, linear.weights + (long)(panel + n) * linear.depth * LANES,
-                    linear.depth, sums + n * kernel.num_rows * LANES
-                );
-                n += fits ? kernel.num_panels : 1;
-            }
-            done(row, rows, panel, count, sums, kernel.num_rows);
+            const int room = run_tiles(linear, rows, x + row * x_stride, x_stride, panel, count, sums);
+            done(row, rows, panel, count, sums, room);
         }
     }
 }

@@ -32,6 +32,7 @@ struct Sections {
 
 constexpr int32_t NO_SAMPLE = -1;  // core/plan.py has the same number
 enum Status { OK = 0, BAD_TOKEN = 1, BAD_POSITION = 2, TOO_LARGE = 3, NO_MEMORY = 4 };
+enum Weights { FLOAT32, BFLOAT16, QUANTIZED };  // `native/library.py` has the same list
 
 // A packed plan, section by section; `runner/fill.py` has the order.
 struct Plan {
@@ -147,15 +148,18 @@ template <class T>
 class Engine : public AnyEngine {
   public:
     typedef typename T::Input Input;
+    static constexpr bool QUANTIZED = Model<T>::QUANTIZED;
 
     Engine(const Model<T>& model, const Cache& cache, const Rows& rows, const Rotary& rotary, const Sizes& sizes)
         : model_(model), cache_(cache), rows_(rows), rotary_(rotary), sizes_(sizes), team_(sizes.num_threads) {
         const Shape& s = model.shape;
         const int heads_a_kv_head = s.num_heads / s.num_kv_heads;
         for (int i = 0; i < sizes.num_threads; i++) attentions_.emplace_back(cache, heads_a_kv_head);
-        const int room = sizes.max_samples + sizes.max_tokens + MOST_ROWS;
+        const int room = sizes.max_samples + sizes.max_tokens + MOST_TILE_ROWS;
         ids_.resize(room), positions_.resize(room), table_rows_.resize(room);
-        normed_stride_ = padded(s.hidden_size), mixed_stride_ = padded(s.q_size()), inner_stride_ = padded(s.inner_size);
+        normed_stride_ = T::num_inputs(s.hidden_size), mixed_stride_ = T::num_inputs(s.q_size());
+        inner_stride_ = T::num_inputs(s.inner_size);
+        normed_floats_.resize(sizes.num_threads, std::vector<float>(QUANTIZED ? padded(s.hidden_size) : 0));
         hidden_ = memory_.take<float>((long)room * s.hidden_size);
         heads_ = memory_.take<float>((long)room * s.qkv_size());
         normed_ = memory_.take<Input>((long)room * normed_stride_);
@@ -190,7 +194,7 @@ class Engine : public AnyEngine {
     }
 
   private:
-    static long padded(int size) { return (size + 31L) / 32 * 32; }
+    static constexpr int TOGETHER = QUANTIZED ? BLOCK / LANES : 1;  // panels that make one Input
 
     // Token, position and row of each of the step's tokens: decodes from the rows, chunks from the plan.
     int gather(const Plan& plan) {
@@ -238,7 +242,7 @@ class Engine : public AnyEngine {
             norm_rows(hidden, layer.first_norm, s.eps, num_rows, thread);
             project(layer.qkv, normed_, normed_stride_, heads_, s.qkv_size(), num_rows, thread);
             each_row(thread, num_rows, [&](int i) { rotate_and_store(layer, index, i); });
-            attend(index, thread);
+            attend(index, num_rows, thread);
             if (index == s.num_layers - 1) {
                 num_rows = plan.num_picked();
                 each_row(thread, num_rows, [&](int i) { pick(plan.picked(i), i); });
@@ -273,18 +277,11 @@ class Engine : public AnyEngine {
     void embed(int64_t id, int64_t position, float* out) const {
         const int size = model_.shape.hidden_size;
         const float scale = model_.shape.embedding_scale;
-        if (model_.table == nullptr) {
-            const int panel = id / LANES, lane = id % LANES;
-            for (int k = 0; k < size; k++) out[k] = to_float(*model_.head.at(panel, lane, k)) * scale;
-        } else {
-            for (int k = 0; k < size; k++) out[k] = to_float(model_.table[id * size + k]) * scale;
-        }
+        model_.embed(id, out);
+        for (int k = 0; k < size; k++) out[k] *= scale;
         if (model_.places == nullptr) return;
         for (int k = 0; k < size; k++) out[k] += to_float(model_.places[position * size + k]);
     }
-
-    static float to_float(float x) { return x; }
-    static float to_float(uint16_t x) { return from_bf16(x); }
 
     // Into the inputs of products, as they are where there is no norm.
     void norm_rows(const float* hidden, const Norm& norm, float eps, int num_rows, int thread) {
@@ -292,7 +289,11 @@ class Engine : public AnyEngine {
         each_row(thread, num_rows, [&](int i) {
             const float* from = hidden + (long)i * size;
             Input* to = normed_ + i * normed_stride_;
-            if (norm.weight == nullptr)
+            if constexpr (QUANTIZED) {
+                float* between = normed_floats_[thread].data();
+                if (norm.weight != nullptr) norm_row(from, norm, eps, between);
+                quantize(norm.weight == nullptr ? from : between, size, to);
+            } else if (norm.weight == nullptr)
                 for (int k = 0; k < size; k += LANES) put(to + k, load_part(from + k, size - k), size - k);
             else
                 norm_row(from, norm, eps, to);
@@ -340,7 +341,7 @@ class Engine : public AnyEngine {
         }
     }
 
-    void attend(int index, int thread) {
+    void attend(int index, int num_tokens, int thread) {
         const Shape& s = model_.shape;
         const Layer<T>& layer = model_.layers[index];
         const Manner manner{layer.shape.window, layer.shape.soft_cap, layer.sinks};
@@ -348,11 +349,23 @@ class Engine : public AnyEngine {
         team_.phase(thread, num_items, [&](int i) {
             const QueryTile& tile = tiles_[i / s.num_kv_heads];
             const int head = i % s.num_kv_heads;
-            attentions_[thread].attend(
-                index, head, tile, manner, heads_ + (long)tile.first_token * s.qkv_size() + head * group, s.qkv_size(),
-                mixed_ + tile.first_token * mixed_stride_ + head * group, mixed_stride_
-            );
+            float* q = heads_ + (long)tile.first_token * s.qkv_size() + head * group;
+            auto attend = [&](auto* out, long stride) {
+                attentions_[thread].attend(index, head, tile, manner, q, s.qkv_size(), out, stride);
+            };
+            Input* to = mixed_ + tile.first_token * mixed_stride_;
+            if constexpr (!QUANTIZED) return attend(to + head * group, mixed_stride_);
+            else {  // in the place of the queries
+                attend(q, s.qkv_size());
+                for (int t = 0; t < tile.num_tokens && group % BLOCK == 0; t++)
+                    quantize(q + t * s.qkv_size(), group, to + t * mixed_stride_ + head * group / BLOCK);
+            }
         });
+        if constexpr (QUANTIZED)
+            if (group % BLOCK != 0)
+                each_row(thread, num_tokens, [&](int i) {
+                    quantize(heads_ + (long)i * s.qkv_size(), s.q_size(), mixed_ + i * mixed_stride_);
+                });
     }
 
     void pick(int token, int place) {
@@ -361,7 +374,7 @@ class Engine : public AnyEngine {
             picked_hidden_ + (long)place * s.hidden_size, hidden_ + (long)token * s.hidden_size,
             s.hidden_size * sizeof(float)
         );
-        memcpy(picked_mixed_ + place * mixed_stride_, mixed_ + token * mixed_stride_, s.q_size() * sizeof(Input));
+        memcpy(picked_mixed_ + place * mixed_stride_, mixed_ + token * mixed_stride_, mixed_stride_ * sizeof(Input));
     }
 
     // A product, normalized where there is a norm, added to the stream.
@@ -394,35 +407,27 @@ class Engine : public AnyEngine {
     }
 
     void gate(const Linear<T>& linear, int num_rows, int thread) {
-        const int kind = model_.shape.activation;
-        if (!model_.shape.gated) return activate_rows(linear, kind, num_rows, thread);
+        const int kind = model_.shape.activation, sides = model_.shape.gated ? 2 : 1;
         auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
-            for (int n = 0; n < count; n += 2)
+            auto sum = [&](int n, int m) {
+                const vec y = load(sums + (n * tile_rows + m) * LANES);
+                return linear.bias == nullptr ? y : y + load(linear.bias + (panel + n) * LANES);
+            };
+            auto result = [&](int n, int m) {
+                const vec y = activate(sum(n, m), kind);
+                return sides == 1 ? y : y * sum(n + 1, m);
+            };
+            for (int n = 0; n < count; n += TOGETHER * sides)
                 for (int m = 0; m < rows; m++) {
-                    const int column = (panel + n) / 2 * LANES;
-                    vec g = load(sums + (n * tile_rows + m) * LANES);
-                    vec u = load(sums + ((n + 1) * tile_rows + m) * LANES);
-                    if (linear.bias != nullptr) {
-                        g += load(linear.bias + (panel + n) * LANES);
-                        u += load(linear.bias + (panel + n + 1) * LANES);
-                    }
-                    put(inner_ + (row + m) * inner_stride_ + column, activate(g, kind) * u, linear.num_outputs - column);
+                    const int column = (panel + n) / sides * LANES;
+                    Input* to = inner_ + (row + m) * inner_stride_;
+                    if constexpr (QUANTIZED)
+                        quantize(result(n, m), result(n + sides, m), to[column / BLOCK]);
+                    else
+                        put(to + column, result(n, m), linear.num_outputs - column);
                 }
         };
-        run_product(thread, linear, num_rows, 2, normed_, normed_stride_, done);
-    }
-
-    void activate_rows(const Linear<T>& linear, int kind, int num_rows, int thread) {
-        auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
-            for (int n = 0; n < count; n++)
-                for (int m = 0; m < rows; m++) {
-                    const int column = (panel + n) * LANES;
-                    vec y = load(sums + (n * tile_rows + m) * LANES);
-                    if (linear.bias != nullptr) y += load(linear.bias + column);
-                    put(inner_ + (row + m) * inner_stride_ + column, activate(y, kind), linear.num_outputs - column);
-                }
-        };
-        run_product(thread, linear, num_rows, 1, normed_, normed_stride_, done);
+        run_product(thread, linear, num_rows, TOGETHER * sides, normed_, normed_stride_, done);
     }
 
     // The logits themselves where they are wanted, else each thread's best of every sample.
@@ -481,6 +486,7 @@ class Engine : public AnyEngine {
     Team team_;
     Arena memory_;
     std::vector<Attention> attentions_;  // one a thread
+    std::vector<std::vector<float>> normed_floats_;  // of each thread: a row before it is quantized
     std::vector<int64_t> ids_, positions_, table_rows_;
     std::vector<QueryTile> tiles_;
     long normed_stride_, mixed_stride_, inner_stride_, best_stride_;
@@ -495,7 +501,7 @@ class Engine : public AnyEngine {
 class AnyModel {
   public:
     virtual ~AnyModel() = default;
-    virtual void set_matrix(int part, int layer, const void* data, int num_outputs, int first) = 0;
+    virtual void set_matrix(int part, int layer, const void* data, int kind, int num_outputs, int first) = 0;
     virtual void set_vector(int part, int layer, const float* data, int count, int first) = 0;
     virtual AnyEngine* engine(const Cache&, const Rows&, const Rotary&, const Sizes&) const = 0;
 };
@@ -505,8 +511,8 @@ class ModelOf : public AnyModel {
   public:
     ModelOf(const Shape& shape, const LayerShape* layers) : model_(shape, layers) {}
 
-    void set_matrix(int part, int layer, const void* data, int num_outputs, int first) override {
-        model_.set_matrix(part, layer, (const typename T::Weight*)data, num_outputs, first);
+    void set_matrix(int part, int layer, const void* data, int kind, int num_outputs, int first) override {
+        model_.set_matrix(part, layer, data, kind, num_outputs, first);
     }
 
     void set_vector(int part, int layer, const float* data, int count, int first) override {
@@ -547,15 +553,16 @@ static int status_of(Act act) {
 
 extern "C" {
 
-AnyModel* gapless_model(const Shape* shape, const LayerShape* layers, int is_bfloat16) {
+AnyModel* gapless_model(const Shape* shape, const LayerShape* layers, int weights) {
     return or_null([&]() -> AnyModel* {
-        if (is_bfloat16) return new ModelOf<Bfloat16>(*shape, layers);
+        if (weights == QUANTIZED) return new ModelOf<Quantized>(*shape, layers);
+        if (weights == BFLOAT16) return new ModelOf<Bfloat16>(*shape, layers);
         return new ModelOf<Float32>(*shape, layers);
     });
 }
 
-void gapless_set_matrix(AnyModel* model, int part, int layer, const void* data, int num_outputs, int first) {
-    model->set_matrix(part, layer, data, num_outputs, first);
+int gapless_set_matrix(AnyModel* model, int part, int layer, const void* data, int kind, int num_outputs, int first) {
+    return status_of([&] { return model->set_matrix(part, layer, data, kind, num_outputs, first), OK; });
 }
 
 int gapless_set_vector(AnyModel* model, int part, int layer, const float* data, int count, int first) {

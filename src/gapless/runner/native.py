@@ -22,7 +22,9 @@ from gapless.core.row_fields import PROCESSED_SCORES
 from gapless.device.base import Buffer, Device
 from gapless.errors import CapacityError
 from gapless.models.config import ModelConfig
+from gapless.models.gguf_scheme import GGUFScheme
 from gapless.models.layers import Norm
+from gapless.models.linear import plain
 from gapless.models.reader import LayerReader, ReadWeight, read_last_norm
 from gapless.models.rope import RotaryTable
 from gapless.models.rope_config import RopeConfig
@@ -73,10 +75,13 @@ class NativeModel:
         """max_positions: how many positions the rope table holds, all of the config's unless given."""
         self.config = config
         self._library = native.load_library()
-        table = read(f"{config.names.embedding}.weight").dense()
+        table = read(f"{config.names.embedding}.weight")
+        self.is_quantized = isinstance(table.scheme, GGUFScheme)
+        dtype = torch.float32 if self.is_quantized else table.dense().dtype
         ropes = list(dict.fromkeys(spec.rope for spec in config.attention_specs()))
         shapes = (native.CLayerShape * config.num_layers)(*(_layer_shape(spec, ropes) for spec in config.layers))
-        self.handle = self._library.gapless_model(_shape(config, table.dtype), shapes, table.dtype == torch.bfloat16)
+        weights = "QUANTIZED" if self.is_quantized else {torch.bfloat16: "BFLOAT16"}.get(dtype, "FLOAT32")
+        self.handle = self._library.gapless_model(_shape(config, dtype), shapes, native.WEIGHTS.index(weights))
         if not self.handle:
             raise CapacityError("no memory for the weights")
         weakref.finalize(self, self._library.gapless_drop_model, self.handle).atexit = False
@@ -86,14 +91,14 @@ class NativeModel:
         positions, where = max_positions or config.max_position_embeddings, (torch.float32, torch.device("cpu"))
         self.rotary = torch.stack([RotaryTable(rope, config.head_dim, positions, *where).table for rope in ropes])
 
-    def _set_ends(self, table: Tensor, read: ReadWeight) -> None:
+    def _set_ends(self, table: Weight, read: ReadWeight) -> None:
         if self.config.tie_embeddings:
             self._set_matrix("HEAD", 0, table)
         else:
             self._set_matrix("EMBEDDING", 0, table)
-            self._set_matrix("HEAD", 0, read(f"{self.config.names.head}.weight").dense())
+            self._set_matrix("HEAD", 0, read(f"{self.config.names.head}.weight"))
         if self.config.learned_positions:
-            self._set_matrix("POSITIONS", 0, read(f"{self.config.names.positions}.weight").dense())
+            self._set_matrix("POSITIONS", 0, plain(read(f"{self.config.names.positions}.weight").dense()))
         self._set_norm("LAST_NORM", 0, read_last_norm(self.config, read))
 
     def _set_layer(self, layer: int, spec: AttentionSpec, weights: LayerReader) -> None:
@@ -120,13 +125,19 @@ class NativeModel:
             self._set_vector(f"{part}_BIAS", layer, norm.bias)
 
     def _set_linear(self, part: str, layer: int, weight: Weight, bias: Tensor | None) -> None:
-        self._set_matrix(part, layer, weight.dense())
+        self._set_matrix(part, layer, weight)
         if bias is not None:
             self._set_vector(part, layer, bias)
 
-    def _set_matrix(self, part: str, layer: int, weight: Tensor) -> None:
-        weight = weight.contiguous()
-        self._library.gapless_set_matrix(self.handle, _PART[part], layer, weight.data_ptr(), len(weight), 0)
+    def _set_matrix(self, part: str, layer: int, weight: Weight) -> None:
+        """Rows of one kind after the other: where they are quantized, kinds may differ."""
+        scheme, first = weight.scheme, 0
+        pieces = scheme.split(weight) if isinstance(scheme, GGUFScheme) else [(None, weight.dense().contiguous())]
+        for run, rows in pieces:
+            where = (self.handle, _PART[part], layer, rows.data_ptr())
+            kind = 0 if run is None else run.kind
+            _check(self._library.gapless_set_matrix(*where, kind, len(rows), first))
+            first += len(rows)
 
     def _set_vector(self, part: str, layer: int, values: Tensor) -> None:
         values = values.float().contiguous()

@@ -46,6 +46,7 @@ class Settings:
     native: bool = False  # steps are native calls
     slow_reason: str | None = None  # why they are not, where the user did not say so
     attention: tuple[str, ...] = ()  # names of which the fastest will run, where there is a choice
+    stored: bool = False  # matrices of a GGUF stay as they are stored
 
     @classmethod
     def of(
@@ -80,6 +81,12 @@ class Resolved:
     slow_reason: str | None = None  # why they are not, where the user did not say so
     attention: tuple[str, ...] = ()  # names of which the fastest will run, where there is a choice
     batch_invariant: bool = False  # a request's bits do not depend on its batch
+    stored: bool = False  # matrices of a GGUF stay as they are stored
+
+    @property
+    def weights(self) -> str:
+        """What most weights are in memory: a dtype, or a kind of a GGUF."""
+        return self.model.kinds[0] if self.stored else str(self.dtype).removeprefix("torch.")
 
     @classmethod
     def of(cls, settings: Settings, kv_bytes: int, limits: Limits) -> Resolved:
@@ -95,6 +102,7 @@ class Resolved:
             slow_reason=settings.slow_reason,
             attention=settings.attention,
             batch_invariant=settings.batch_invariant,
+            stored=settings.stored,
         )
 
 

@@ -12,7 +12,7 @@ from gapless.device.base import Device
 from gapless.errors import ConfigError
 from gapless.models.config import ModelConfig
 from gapless.models.layers import PlainLayers
-from gapless.models.loader import LoadFormat, load_model, open_weights
+from gapless.models.loader import LoadFormat, load_model, open_weights, why_not_stored
 from gapless.models.source import ModelSource
 from gapless.runner.kits.base import (
     BuildProgress,
@@ -54,11 +54,13 @@ class CpuKit:
         native = options.native and reason is None
         if options.batch_invariant and not native:
             raise ConfigError("batch_invariant: on a CPU only native steps are (option native, and a C++ compiler)")
-        return dataclasses.replace(settings, native=native, slow_reason=reason)
+        stored = native and options.dtype == "auto" and options.load_format == "auto" and why_not_stored(model) is None
+        dtype = torch.float32 if stored else settings.dtype  # of what is not stored as blocks: norms and biases
+        return dataclasses.replace(settings, dtype=dtype, native=native, slow_reason=reason, stored=stored)
 
     def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
         if settings.native:
-            return load_native(source, settings.model, **weights)
+            return load_native(source, settings.model, **weights, stored=settings.stored)
         return load_model(source, settings.model, **weights)
 
     def assemble(
@@ -90,10 +92,11 @@ def load_native(
     seed: int = 0,
     max_positions: int | None = None,
     progress: BuildProgress | None = None,
+    stored: bool = False,
 ) -> NativeModel:
-    """The model for native steps; no second copy of its weights remains."""
+    """The model for native steps; no second copy of its weights remains. stored: as in `open_weights`."""
     read = open_weights(
-        source, config, dtype=dtype, device=device, load_format=load_format, seed=seed, progress=progress
+        source, config, dtype=dtype, device=device, load_format=load_format, seed=seed, progress=progress, stored=stored
     )
     with torch.inference_mode():
         return NativeModel(config, read, max_positions)
