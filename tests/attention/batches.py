@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -23,9 +24,13 @@ class Shape:
     norm: bool = False
     num_cores: int = 4  # decides how often keys are split
 
-    def spec(self, scale: float | None = None) -> AttentionSpec:
-        scale = self.head_dim**-0.5 if scale is None else scale
-        return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, scale, rope=None)
+    def spec(self, **changes: Any) -> AttentionSpec:
+        return attention_spec(self.num_heads, self.num_kv_heads, self.head_dim, **changes)
+
+
+def attention_spec(num_heads: int, num_kv_heads: int, head_dim: int, **changes: Any) -> AttentionSpec:
+    """A plain one, but for the changes."""
+    return replace(AttentionSpec(num_heads, num_kv_heads, head_dim, head_dim**-0.5, rope=None), **changes)
 
 
 SHAPES = [

@@ -68,9 +68,7 @@ def test_equals_reference(name: str) -> None:
     true = RotaryRotation(angles[:num_tokens], weight, 1e-5)
     reference = ReferenceAttention(pools[:1], BLOCK_SIZE, [shape.spec()])
     expected = reference.begin(batch)(0, heads[:num_tokens], true)
-    attention = TritonAttention(
-        pools[1:], BLOCK_SIZE, shape.num_heads, shape.head_dim**-0.5, len(batch.blocks), shape.num_cores
-    )
+    attention = TritonAttention(pools[1:], BLOCK_SIZE, [shape.spec()], len(batch.blocks), shape.num_cores)
     found = attention.begin(as_data(batch, num_slots))(0, heads, RotaryRotation(angles, weight, 1e-5))
     torch.testing.assert_close(found[:num_tokens], expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(pools[1][:num_slots], pools[0][:num_slots], atol=1e-5, rtol=1e-5)

@@ -52,13 +52,13 @@ class Scene:
         return cls(batch, shape, heads, rotation, [pool.clone(), pool.clone()])
 
     def library(self, decode: str | None, chunks: str | None) -> Attention:
-        own = TritonAttention(self.pools[:1], BLOCK_SIZE, self.shape.num_heads, 0.3, len(self.batch.blocks), 4)
-        kernels = {name: LIBRARIES[name].load(own.scale, DEVICE) for name in (decode, chunks) if name is not None}
+        own = TritonAttention(self.pools[:1], BLOCK_SIZE, [self.shape.spec(scale=0.3)], len(self.batch.blocks), 4)
+        kernels = {name: LIBRARIES[name].load(0.3, DEVICE) for name in (decode, chunks) if name is not None}
         return LibraryAttention(own, BLOCK_SIZE, decode=kernels.get(decode or ""), chunks=kernels.get(chunks or ""))
 
     def check(self, attention: Attention, batch: AttentionBatch) -> None:
         """`batch` is what the attention is told; the reference is told the truth."""
-        reference = ReferenceAttention(self.pools[1:], BLOCK_SIZE, [self.shape.spec(0.3)])
+        reference = ReferenceAttention(self.pools[1:], BLOCK_SIZE, [self.shape.spec(scale=0.3)])
         expected = reference.begin(self.batch)(0, self.heads, self.rotation)
         found = attention.begin(batch)(0, self.heads, self.rotation)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -98,7 +98,7 @@ def test_a_whole_step_is_not_copied() -> None:
     """Where the library did all tokens, its tensor is the output."""
     scene = Scene.of(Shape(4, 2, 16, (7, 9), ()))
     given = torch.zeros(2, 4, 16)
-    own = TritonAttention(scene.pools[:1], BLOCK_SIZE, 4, 0.3, 2, 4)
+    own = TritonAttention(scene.pools[:1], BLOCK_SIZE, [scene.shape.spec()], 2, 4)
     attention = LibraryAttention(own, BLOCK_SIZE, decode=lambda q, k, v, pieces: given)
     found = attention.begin(scene.batch)(0, scene.heads, scene.rotation)
     assert found.data_ptr() == given.data_ptr()

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from batches import BLOCK_SIZE, DEVICE, SHAPES, Shape, make_batch
+from batches import BLOCK_SIZE, DEVICE, SHAPES, Shape, attention_spec, make_batch
 
 from gapless.attention.base import AttentionBatch, Span
 from gapless.attention.invariant import InvariantAttention
@@ -37,9 +37,9 @@ def test_equals_reference(shape: Shape, spreads: bool) -> None:
     rotation = RotaryRotation(draw(num_tokens, 2, shape.head_dim), weight, 1e-5)
     pools = [pool.clone(), pool.clone()]
     expected = ReferenceAttention(pools[:1], BLOCK_SIZE, [shape.spec()]).begin(batch)(0, heads, rotation)
-    scale, num_rows = shape.head_dim**-0.5, len(batch.blocks)
+    num_rows = len(batch.blocks)
     num_cores = shape.num_cores if spreads else 0
-    found = InvariantAttention(pools[1:], BLOCK_SIZE, shape.num_heads, scale, num_rows, num_cores, 4096)
+    found = InvariantAttention(pools[1:], BLOCK_SIZE, [shape.spec()], num_rows, num_cores, 4096)
     assert (found.num_splits(1) > 1) is spreads
     attend = found.begin(batch)
     for _ in range(2):  # the second time finds the counters as the first left them
@@ -65,6 +65,8 @@ def test_a_token_does_not_know_its_neighbours() -> None:
     heads = torch.randn(length, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(DEVICE)
     angles = torch.randn(length, 2, head_dim, generator=generator).to(DEVICE)
 
+    spec = attention_spec(num_heads, num_kv_heads, head_dim)
+
     def last(decodes: list[int], start: int, num_cores: int = 4) -> torch.Tensor:
         """Attention of the last token, after `start` positions that the pool already has."""
         places = torch.tensor([*decodes, *range(start, length)], device=DEVICE)
@@ -81,7 +83,7 @@ def test_a_token_does_not_know_its_neighbours() -> None:
             **{f"chunk_{name}": value[: 1 if count else 0] for name, value in ints.items()},
             chunks=(Span(len(decodes), start, count),) if count else (),
         )
-        attention = InvariantAttention([pool], BLOCK_SIZE, num_heads, 0.25, 8, num_cores, 256)
+        attention = InvariantAttention([pool], BLOCK_SIZE, [spec], 8, num_cores, 256)
         return attention.begin(batch)(0, heads[places], RotaryRotation(angles[places], None, 1e-5))[-1]
 
     whole = last([], 0)  # also writes the pool, which the others read

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from batches import BLOCK_SIZE, DEVICE, SHAPES, Shape, make_batch
+from batches import BLOCK_SIZE, DEVICE, SHAPES, Shape, attention_spec, make_batch
 
 from gapless.attention.reference import ReferenceAttention
 from gapless.attention.triton import TritonAttention
@@ -30,10 +30,9 @@ def test_equals_reference(shape: Shape) -> None:
     heads = draw(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
     weight = draw(shape.num_heads + shape.num_kv_heads, shape.head_dim) if shape.norm else None
     rotation = RotaryRotation(draw(num_tokens, 2, shape.head_dim), weight, 1e-5)
-    scale = shape.head_dim**-0.5
     pools = [pool.clone(), pool.clone()]
     expected = ReferenceAttention(pools[:1], BLOCK_SIZE, [shape.spec()]).begin(batch)(0, heads, rotation)
-    triton = TritonAttention(pools[1:], BLOCK_SIZE, shape.num_heads, scale, len(batch.blocks), shape.num_cores)
+    triton = TritonAttention(pools[1:], BLOCK_SIZE, [shape.spec()], len(batch.blocks), shape.num_cores)
     attend = triton.begin(batch)
     for _ in range(2):  # the second time finds the counters as the first left them
         found = attend(0, heads, rotation)
@@ -45,26 +44,18 @@ def test_equals_reference(shape: Shape) -> None:
     ("changes", "reason"),
     [
         ({}, None),
-        ({"scale": 0.3}, None),
+        ({"scale": 0.3, "window": 4, "soft_cap": 30.0, "sinks": True}, None),
         ({"head_dim": 512, "scale": 512**-0.5}, "the attention kernels have no heads of 512; 256 is the most"),
-        ({"window": 4}, "the attention kernels have no sliding windows"),
-        ({"soft_cap": 30.0}, "the attention kernels have no soft caps of scores"),
-        ({"sinks": True}, "the attention kernels have no attention sinks"),
     ],
 )
 def test_what_the_kernels_cannot_do(changes: dict[str, Any], reason: str | None) -> None:
-    spec = replace(SHAPES[0].spec(), **changes)
-    assert TritonAttention.why_not([spec, spec]) == reason
-
-
-def test_the_kernels_take_one_scale_for_all_layers() -> None:
-    specs = [SHAPES[0].spec(scale) for scale in (0.2, 0.3)]
-    assert TritonAttention.why_not(specs) == "the attention kernels have no scales that differ from layer to layer"
+    spec = SHAPES[0].spec()
+    assert TritonAttention.why_not([replace(spec, **changes), spec]) == reason
 
 
 def test_splits_follow_the_number_of_rows() -> None:
     pools = [torch.zeros(4, 16, 8, device=DEVICE)]
-    triton = TritonAttention(pools, BLOCK_SIZE, 8, 1.0, num_rows=256, num_cores=132)
+    triton = TritonAttention(pools, BLOCK_SIZE, [attention_spec(8, 8, 8)], num_rows=256, num_cores=132)
     rows_and_splits = {1: 16, 4: 16, 5: 8, 16: 8, 17: 4, 32: 4, 64: 2, 66: 2, 67: 1, 256: 1}
     assert {count: triton.num_splits(count) for count in rows_and_splits} == rows_and_splits
     assert [count for count in range(1, 257) if triton.loads_ahead(count)] == [1, 2]
@@ -75,7 +66,7 @@ def test_both_ways_of_loading_keys_are_compared_above() -> None:
     ways = set()
     for shape in SHAPES:
         pools = [torch.zeros(4, 2 * shape.num_kv_heads, shape.head_dim, device=DEVICE)]
-        attention = TritonAttention(pools, BLOCK_SIZE, shape.num_heads, 1.0, 8, shape.num_cores)
+        attention = TritonAttention(pools, BLOCK_SIZE, [shape.spec()], 8, shape.num_cores)
         if count := len(shape.decode_lengths):
             ahead = attention.loads_ahead(count)
             tile = 64 if ahead else 32
@@ -98,7 +89,8 @@ def test_warps_follow_what_a_program_holds(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, expected: int
 ) -> None:
     pools = [torch.zeros(4, 2 * num_kv_heads, head_dim, dtype=dtype, device=DEVICE)]
-    assert TritonAttention(pools, BLOCK_SIZE, num_heads, 1.0, 8, 132).num_warps == expected
+    specs = [attention_spec(num_heads, num_kv_heads, head_dim)]
+    assert TritonAttention(pools, BLOCK_SIZE, specs, 8, 132).num_warps == expected
 
 
 @pytest.mark.parametrize("head_dim", [16, 24])
@@ -115,6 +107,6 @@ def test_keys_that_all_tokens_see_need_no_mask(head_dim: int) -> None:
     rotation = RotaryRotation(draw(len(batch.slots), 2), None, 1e-5)
     pools = [pool.clone(), pool.clone()]
     expected = ReferenceAttention(pools[:1], BLOCK_SIZE, [shape.spec()]).begin(batch)(0, heads, rotation)
-    attention = TritonAttention(pools[1:], BLOCK_SIZE, 4, head_dim**-0.5, num_rows=4, num_cores=4)
+    attention = TritonAttention(pools[1:], BLOCK_SIZE, [shape.spec()], num_rows=4, num_cores=4)
     found = attention.begin(batch)(0, heads, rotation)
     torch.testing.assert_close(found, expected, atol=0.01, rtol=0.01)

@@ -15,6 +15,7 @@ from gapless.models.invariant_layers import InvariantLayers
 from gapless.models.layers import GatedWeights, Norm
 from gapless.models.linear import plain
 from gapless.models.rope import RotaryRotation
+from gapless.models.spec import AttentionSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -110,7 +111,8 @@ def test_tokens_do_not_know_their_batch(
     heads[::97, -num_kv_heads:] *= 1000  # values that would be seen if a mask leaked
     angles = draw(length, 2, head_dim, seed=3, dtype=dtype)
     norm = 1 + 0.1 * draw(num_heads + num_kv_heads, head_dim, seed=4, dtype=dtype) if has_norm else None
-    attention = InvariantAttention([pool], BLOCK_SIZE, num_heads, head_dim**-0.5, 300, 132, length)
+    spec = AttentionSpec(num_heads, num_kv_heads, head_dim, head_dim**-0.5, rope=None)
+    attention = InvariantAttention([pool], BLOCK_SIZE, [spec], 300, 132, length)
 
     def run(decodes: list[int], chunks: list[tuple[int, int]]) -> torch.Tensor:
         """Of tokens at these places, then of the chunks' tokens (start, count), all of one row."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from gapless.kernels.score_options import ScoreOptions
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
@@ -23,6 +25,15 @@ class Shape:
     head_dim: int = 128
     block_size: int = 16
     dtype: torch.dtype = torch.bfloat16
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: bool = False
+
+    def options(self, scale: float) -> ScoreOptions:
+        return ScoreOptions(scale * 1.4426950408889634, self.window, self.soft_cap)
+
+    def first_seen(self, chunk: int) -> int:
+        return max(0, self.chunks[chunk][0] + 1 - self.window) if self.window else 0
 
 
 ODD = ((0, 131), (5, 77), (200, 3), (127, 65), (0, 64), (16, 128))
@@ -38,10 +49,18 @@ HOPPER = {
     "five heads for each KV head": Shape(ODD, num_heads=10, num_kv_heads=2),
     "blocks of 8": Shape(ODD, block_size=8),
     "blocks of 64 in float16": Shape(ODD, block_size=64, dtype=torch.float16),
+    "a window": Shape((*ODD, (0, 3001), (9000, 700)), window=1024),
+    "a short window": Shape((*ODD, (3000, 200)), window=16, num_heads=8),
+    "a window of 100": Shape((*ODD, (3000, 200)), window=100, num_heads=8),
+    "a soft cap": Shape(ODD, soft_cap=3.0),
+    "sinks": Shape(ODD, sinks=True, head_dim=64),
+    "all of them": Shape((*ODD, (700, 300)), head_dim=256, num_heads=16, window=130, soft_cap=4.0, sinks=True),
 }
 OTHERS = {
     "heads of 80": Shape(ODD, head_dim=80),
     "blocks of 24": Shape(ODD, block_size=24, dtype=torch.float16),
+    "a window for any": Shape((*ODD, (3000, 200)), window=100, head_dim=80),
+    "all for any": Shape((*ODD, (700, 300)), head_dim=96, window=7, soft_cap=4.0, sinks=True),
 }
 
 
@@ -55,6 +74,7 @@ class Scene:
         used = [-(-length // size) for length in lengths]
         unused = sum(used)
         blocks = torch.randperm(unused, generator=self.generator, device="cuda")
+        self.sinks = 2 * torch.randn(shape.num_heads, generator=self.generator, device="cuda").to(shape.dtype)
         self.blocks = torch.full((len(lengths), max(used)), unused, dtype=torch.int64, device="cuda")
         for row, some in enumerate(blocks.split(used)):
             self.blocks[row, : len(some)] = some
@@ -62,6 +82,10 @@ class Scene:
         written = torch.cat(self.slots)
         pool = torch.full((unused * size + size, 2 * shape.num_kv_heads, shape.head_dim), float("nan"), device="cuda")
         pool[written] = torch.randn(pool[written].shape, generator=self.generator, device="cuda")
+        for row, slots in enumerate(self.slots):
+            before = shape.first_seen(row) // size
+            pool[slots[: before * size]] = float("nan")
+            self.blocks[row, :before] = unused
         self.pool = pool.to(shape.dtype)
         counts = [count for _, count in shape.chunks]
         self.offsets = [FIRST + sum(counts[:i]) for i in range(len(counts) + 1)]
@@ -90,8 +114,15 @@ class Scene:
         k, v = (self.pool[self.slots[chunk], kv_head + i * self.shape.num_kv_heads].float() for i in range(2))
         q = self.q[self.offsets[chunk] : self.offsets[chunk + 1], head].float()
         place = torch.arange(start + count, device="cuda")
-        scores = (q @ k.T * scale).masked_fill(place[None] > place[start:, None], -float("inf"))
-        return scores.softmax(dim=1) @ v
+        scores = q @ k.T * scale
+        if cap := self.shape.soft_cap:
+            scores = (scores / cap).tanh() * cap
+        behind = place[start:, None] - place[None]
+        hidden = (behind < 0) | (behind >= (self.shape.window or len(place)))
+        scores = scores.masked_fill(hidden, -float("inf"))
+        if self.shape.sinks:
+            scores = torch.cat((scores, self.sinks[head].float().expand(count, 1)), dim=1)
+        return scores.softmax(dim=1)[:, : len(place)] @ v.nan_to_num()
 
 
 def for_hopper(shape: Shape, scale: float) -> Callable[[Scene, Scene], None]:
@@ -102,24 +133,31 @@ def for_hopper(shape: Shape, scale: float) -> Callable[[Scene, Scene], None]:
     pool = torch.empty(shape.block_size, 2 * shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
     if kernel is None or not kernel.is_for(pool, shape.block_size):
         pytest.skip("needs Hopper")
-    attend = kernel(pool, shape.block_size, shape.num_heads, scale * 1.4426950408889634, 132)
-    return lambda scene, of: attend(scene.q, of.pool, of.blocks, scene.tiles(attend.tokens_a_tile), scene.out)
+    attend, options = kernel(pool, shape.block_size, shape.num_heads, 132), shape.options(scale)
+
+    def run(scene: Scene, of: Scene) -> None:
+        tiles = scene.tiles(attend.tokens_a_tile)
+        attend(scene.q, of.pool, of.blocks, tiles, scene.out, options, of.sinks if shape.sinks else None)
+
+    return run
 
 
 def for_any(shape: Shape, scale: float) -> Callable[[Scene, Scene], None]:
     """The kernel in Triton."""
     from triton import next_power_of_2
 
-    from gapless.kernels.attention import prefill
     from gapless.kernels.chunk_tiles import SIZE
+    from gapless.kernels.prefill import prefill
+
+    options = shape.options(scale)
 
     def attend(scene: Scene, of: Scene) -> None:
         tiles = scene.tiles(64)
         prefill[(shape.num_heads, len(tiles) - 1)](
-            scene.q, of.pool, of.blocks, tiles, scene.out, scale * 1.4426950408889634, of.blocks.stride(0),
+            scene.q, of.sinks, of.pool, of.blocks, tiles, scene.out, options.scale, of.blocks.stride(0),
             NUM_HEADS=shape.num_heads, NUM_KV=shape.num_kv_heads, HEAD_DIM=shape.head_dim,
             BLOCK_D=next_power_of_2(shape.head_dim), BLOCK_SIZE=shape.block_size, BLOCK_M=64, BLOCK_N=64,
-            PRECISION="tf32", SIZE=SIZE.value, num_warps=4, num_stages=2,
+            PRECISION="tf32", SIZE=SIZE.value, **options.constants(has_sinks=shape.sinks), num_warps=4, num_stages=2,
         )  # fmt: skip
 
     return attend
@@ -146,11 +184,14 @@ def test_equals_torch(name: str, make: Callable[[Shape, float], Callable[[Scene,
     assert scene.out[scene.offsets[-1] :].isnan().all()
 
 
+@pytest.mark.parametrize("window", [0, 150])
 @pytest.mark.parametrize("make", [for_hopper, for_any])
-def test_tokens_alone_are_as_in_company(make: Callable[[Shape, float], Callable[[Scene, Scene], None]]) -> None:
+def test_tokens_alone_are_as_in_company(
+    make: Callable[[Shape, float], Callable[[Scene, Scene], None]], window: int
+) -> None:
     """Bit for bit: a token's sums do not depend on the chunk that it came in."""
     length = 700
-    whole = Scene(Shape(((0, length),), num_heads=16))
+    whole = Scene(Shape(((0, length),), num_heads=16, window=window))
     attend = make(whole.shape, 0.1)
     attend(whole, whole)
     for start, count in ((length - 1, 1), (333, 100), (128, 500)):

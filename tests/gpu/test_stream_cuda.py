@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
 from gapless.attention.base import AttentionBatch
 from gapless.models.rope import RotaryRotation
+from gapless.models.spec import AttentionSpec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +23,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Scene:
-    """Decode rows over shuffled blocks. Slots that hold no key of an earlier step are poison."""
+    """Decode rows over shuffled blocks. Slots that hold no key of an earlier step are poison, as are unseen blocks."""
 
     lengths: tuple[int, ...]
     num_heads: int = 16
@@ -29,6 +31,17 @@ class Scene:
     head_dim: int = 128
     norm: bool = False
     dtype: torch.dtype = torch.bfloat16
+    options: dict[str, Any] = field(default_factory=dict)  # of the spec
+
+    @property
+    def spec(self) -> AttentionSpec:
+        scale = self.head_dim**-0.5
+        return AttentionSpec(
+            self.num_heads, self.num_kv_heads, self.head_dim, **{"scale": scale, "rope": None} | self.options
+        )
+
+    def first_seen(self, length: int) -> int:
+        return 0 if self.spec.window is None else max(0, length - self.spec.window)
 
     def make(self) -> tuple[AttentionBatch, torch.Tensor, torch.Tensor, RotaryRotation]:
         """The batch, the pool, the heads of the new tokens, and their rotation."""
@@ -52,6 +65,9 @@ class Scene:
             unused = tables[row].repeat_interleave(BLOCK_SIZE) * BLOCK_SIZE
             unused += torch.arange(BLOCK_SIZE, device="cuda").repeat(max_blocks)
             pool[unused[length - 1 :]] = float("nan")
+            unseen = self.first_seen(length) // BLOCK_SIZE
+            pool[unused[: unseen * BLOCK_SIZE]] = float("nan")
+            tables[row, :unseen] = 2**40  # nowhere
         batch = AttentionBatch(
             slots, tables, rows, lengths, longest, 0, *(slots[:0].int() for _ in range(4)), chunks=()
         )
@@ -61,7 +77,8 @@ class Scene:
         sign = torch.ones(self.head_dim, device="cuda")
         sign[: self.head_dim // 2] = -1
         cos_sin = torch.stack((angle.cos(), angle.sin() * sign), dim=1).to(self.dtype)
-        return batch, pool, heads, RotaryRotation(cos_sin, weight, EPS)
+        sinks = draw(self.num_heads) * 2 if self.spec.sinks else None
+        return batch, pool, heads, RotaryRotation(cos_sin, weight, EPS, sinks)
 
     def expected(
         self, batch: AttentionBatch, pool: torch.Tensor, heads: torch.Tensor, rotation: RotaryRotation
@@ -74,11 +91,16 @@ class Scene:
         new = torch.cat((turned[:, self.num_heads :], heads[:, self.num_heads + kv :].float()), dim=1)
         found = []
         for i, length in enumerate(self.lengths):
-            places = torch.arange(length - 1, device="cuda")
+            places = torch.arange(self.first_seen(length), length - 1, device="cuda")
             slots = batch.blocks[batch.decode_rows[i], places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
             both = torch.cat((pool[slots].float(), new[i : i + 1]))
             k, v = (x.repeat_interleave(group, dim=1) for x in both.split(kv, dim=1))
-            weights = (torch.einsum("hd,nhd->hn", turned[i, : self.num_heads], k) * self.head_dim**-0.5).softmax(dim=1)
+            scores = torch.einsum("hd,nhd->hn", turned[i, : self.num_heads], k) * self.spec.scale
+            if (cap := self.spec.soft_cap) is not None:
+                scores = (scores / cap).tanh() * cap
+            if rotation.sinks is not None:
+                scores = torch.cat((scores, rotation.sinks.float()[:, None]), dim=1)
+            weights = scores.softmax(dim=1)[:, : len(k)]
             found.append(torch.einsum("hn,nhd->hd", weights, v))
         return torch.stack(found).flatten(1), new
 
@@ -98,19 +120,25 @@ SCENES = [
     Scene((333, 20, 4), num_heads=14, num_kv_heads=2, head_dim=64, norm=True),
     Scene((2000, 40) * 5, num_heads=5, num_kv_heads=5, head_dim=64, dtype=torch.float16),
     Scene((17,) * 300, num_heads=4, num_kv_heads=1),
+    Scene((1000, 4097, 4096, 5, 9000), num_heads=32, options={"window": 4096}),
+    Scene((640, 17, 1, 128, 129) * 8, norm=True, options={"window": 128}),
+    Scene((300, 17), options={"window": 1}),
+    Scene((1000, 50), options={"soft_cap": 5.0, "scale": 1.0}),
+    Scene((700, 1, 90), num_heads=64, head_dim=64, options={"sinks": True}),
+    Scene((2000, 1, 90) * 9, num_heads=64, head_dim=64, options={"sinks": True, "window": 100, "soft_cap": 4.0}),
 ]
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: f"{scene.lengths[:3]}x{len(scene.lengths)}")
+@pytest.mark.parametrize(
+    "scene", SCENES, ids=lambda scene: f"{scene.lengths[:3]}x{len(scene.lengths)}{scene.options or ''}"
+)
 def test_equals_float32(scene: Scene) -> None:
     from gapless.attention.triton import TritonAttention
 
     batch, pool, heads, rotation = scene.make()
     expected, new = scene.expected(batch, pool, heads, rotation)
     cores = torch.cuda.get_device_properties(0).multi_processor_count
-    attention = TritonAttention(
-        [pool], BLOCK_SIZE, scene.num_heads, scene.head_dim**-0.5, len(batch.blocks), cores
-    )  # fmt: skip
+    attention = TritonAttention([pool], BLOCK_SIZE, [scene.spec], len(batch.blocks), cores)
     if attention.stream_sizes(1) is None:
         pytest.skip("needs Hopper")
     attend = attention.begin(batch)

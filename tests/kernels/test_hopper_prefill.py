@@ -22,11 +22,13 @@ from other_gluon import OTHERS, put_in_place
 from gapless.attention import triton as own
 from gapless.kernels import hopper_prefill
 
-SHAPES = {  # heads, KV heads, head size, block size
-    "0.6B": (16, 8, 128, 16),
-    "8B": (32, 8, 128, 16),
-    "one head a KV head": (8, 8, 64, 8),
-    "large heads": (16, 8, 256, 64),
+PLAIN = {"WINDOW": 0, "SOFT_CAP": 0.0, "HAS_SINKS": False}
+SHAPES = {  # heads, KV heads, head size, block size, options
+    "0.6B": (16, 8, 128, 16, PLAIN),
+    "8B": (32, 8, 128, 16, PLAIN),
+    "one head a KV head": (8, 8, 64, 8, PLAIN),
+    "large heads": (16, 8, 256, 64, PLAIN),
+    "a window and sinks": (32, 8, 128, 16, {"WINDOW": 4096, "SOFT_CAP": 0.0, "HAS_SINKS": True}),
 }
 COMPILE = """
 import json, sys
@@ -35,10 +37,10 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from gapless.kernels.hopper_prefill import HALF, HopperPrefill, prefill
-heads, kv_heads, head_dim, block_size = json.loads(sys.argv[1])
+heads, kv_heads, head_dim, block_size, options = json.loads(sys.argv[1])
 pool = torch.empty(block_size, 2 * kv_heads, head_dim, dtype=torch.bfloat16)
-values = HopperPrefill(pool, block_size, heads, 0.1, 132).sizes
-types = {"blocks": "*i64", "tiles": "*i32", "out": "*bf16", "scale": "fp32", "table_stride": "i32"}
+values = HopperPrefill(pool, block_size, heads, 132).sizes | options
+types = {"blocks": "*i64", "tiles": "*i32", "out": "*bf16", "sinks": "*bf16", "scale": "fp32", "table_stride": "i32"}
 for name, box in {"q": [HALF.value, head_dim], "pool": [1, block_size, head_dim]}.items():
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     types[name] = f"tensordesc<bf16{box},{layout!r}>"
@@ -52,7 +54,9 @@ print(json.dumps({"shared": made.metadata.shared, "cubin": made.asm["cubin"].hex
 """
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "window" in name else []) for name in SHAPES]
+)
 def test_softmax_is_computed_while_values_are_added(name: str, tmp_path: Path) -> None:
     """Between the two waits of a step, the second of which is for the values. The compiler may see it otherwise."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -69,7 +73,8 @@ def test_softmax_is_computed_while_values_are_added(name: str, tmp_path: Path) -
     ops = re.findall(r"MUFU\.EX2|DEPBAR\.LE gsb0, 0x[01]", disassembled(bytes.fromhex(made["cubin"]), tmp_path))
     in_flight = re.findall(r"1(e*)0", "".join("e" if op.startswith("MUFU") else op[-1] for op in ops))
     rows_and_keys = 2 + hopper_prefill.KEYS[SHAPES[name][2]] // 2  # of a thread: 64 rows for 128 threads
-    assert [len(found) for found in in_flight] == 4 * [rows_and_keys]  # two groups, with and without a mask
+    steps = 3 if SHAPES[name][4]["WINDOW"] else 2  # with and without a mask, and at the window's edge
+    assert [len(found) for found in in_flight] == 2 * steps * [rows_and_keys]  # of two groups
 
 
 def disassembled(binary: bytes, folder: Path) -> str:

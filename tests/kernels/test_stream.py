@@ -18,12 +18,17 @@ from other_gluon import OTHERS, put_in_place
 
 from gapless.attention import triton as attention
 from gapless.attention.triton import FEW_ROWS, MANY_ROWS, StreamSizes, TritonAttention
+from gapless.models.spec import AttentionSpec
 
 SHARED_BYTES = 227 * 1024  # of a core
 HEADS = {  # KV heads, query heads of each, head size, normalized
     "0.6B": (8, 2, 128, True),
     "8B": (8, 4, 128, False),
     "SmolLM2": (3, 3, 64, False),
+}
+OPTIONS = {
+    "plain": {"WINDOW": 0, "SOFT_CAP": 0.0, "HAS_SINKS": False},
+    "all options": {"WINDOW": 128, "SOFT_CAP": 50.0, "HAS_SINKS": True},
 }
 COMPILE = """
 import json, sys
@@ -32,7 +37,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from gapless.kernels.stream import stream_decode
 values = json.loads(sys.argv[1])
-types = dict.fromkeys(["heads", "cos_sin", "norm", "pool", "out"], "*bf16") | dict.fromkeys(["parts", "stats"], "*fp32")
+types = dict.fromkeys(["heads", "cos_sin", "norm", "sinks", "pool", "out"], "*bf16")
+types |= dict.fromkeys(["parts", "stats"], "*fp32")
 types |= dict.fromkeys(["slots", "blocks", "rows", "lengths"], "*i64") | {"counters": "*i32"}
 types |= {"eps": "fp32", "scale": "fp32", "table_stride": "i32", "num_rows": "i32"} | dict.fromkeys(values, "constexpr")
 names = stream_decode.arg_names
@@ -44,12 +50,24 @@ print(json.dumps({"shared": made.metadata.shared, "ptx": made.asm["ptx"]}))
 """
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("0.6B", FEW_ROWS), *((name, MANY_ROWS) for name in HEADS)])
-def test_keys_are_under_way_before_the_wait_and_nothing_is_written(name: str, sizes: StreamSizes) -> None:
+def specs(num_heads: int, num_kv_heads: int, head_dim: int) -> list[AttentionSpec]:
+    return [AttentionSpec(num_heads, num_kv_heads, head_dim, 1.0, rope=None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "options"),
+    [
+        ("0.6B", FEW_ROWS, "plain"),
+        *((name, MANY_ROWS, "plain") for name in HEADS),
+        ("8B", FEW_ROWS, "all options"),
+    ],
+)
+def test_keys_are_under_way_before_the_wait_and_nothing_is_written(name: str, sizes: StreamSizes, options: str) -> None:
     num_kv_heads, group, head_dim, norm = HEADS[name]
     values = {
         "NUM_KV": num_kv_heads, "GROUP": group, "GROUP_2": 1 << (group - 1).bit_length(), "HEAD_DIM": head_dim,
         "LENGTHS": 32, "MIN_SHARE": sizes.min_share, "NUM_STAGES": sizes.num_stages, "HAS_NORM": norm,
+        **OPTIONS[options],
     }  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     ran = subprocess.run(
@@ -97,7 +115,7 @@ def test_what_it_is_for(
 ) -> None:
     monkeypatch.setattr(attention, "generation", lambda: generation)
     pools = [torch.zeros(4, 8, head_dim, dtype=dtype)]
-    found = TritonAttention(pools, block_size, num_heads, 1.0, 8, 132)
+    found = TritonAttention(pools, block_size, specs(num_heads, 4, head_dim), 8, 132)
     assert [found.stream_sizes(count) for count in (8, 9)] == ([FEW_ROWS, MANY_ROWS] if expected else [None, None])
 
 
@@ -105,7 +123,8 @@ def test_each_kv_head_has_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a GPU may have so few cores that heads would be left over."""
     monkeypatch.setattr(attention, "generation", lambda: 9)
     pools = [torch.zeros(4, 2 * 40, 128, dtype=torch.bfloat16)]
-    assert [TritonAttention(pools, 16, 40, 1.0, 8, cores).stream_sizes(1) for cores in (19, 20)] == [None, MANY_ROWS]
+    made = [TritonAttention(pools, 16, specs(40, 40, 128), 8, cores) for cores in (19, 20)]
+    assert [attention.stream_sizes(1) for attention in made] == [None, MANY_ROWS]
 
 
 @pytest.mark.parametrize("language", OTHERS)
@@ -115,14 +134,14 @@ def test_a_triton_that_names_things_otherwise_has_none(
     monkeypatch.setattr(attention, "generation", lambda: 9)
     put_in_place(monkeypatch, language, "language.nvidia.ampere", "stream")
     pools = [torch.zeros(4, 8, 128, dtype=torch.bfloat16)]
-    assert TritonAttention(pools, 16, 16, 1.0, 8, 132).stream_sizes(1) is None
+    assert TritonAttention(pools, 16, specs(16, 4, 128), 8, 132).stream_sizes(1) is None
 
 
 @pytest.mark.parametrize("sizes", [FEW_ROWS, MANY_ROWS])
 def test_there_is_room_for_the_parts_of_all_programs(sizes: StreamSizes) -> None:
     """A program has two cells, each of the query heads of a KV head."""
     pools = [torch.zeros(4, 8, 128, dtype=torch.bfloat16)]
-    parts, stats, _ = TritonAttention(pools, 16, 16, 1.0, 8, 132)._scratch
+    parts, stats, _ = TritonAttention(pools, 16, specs(16, 4, 128), 8, 132)._scratch
     cells = 2 * sizes.programs_a_core * 132
     assert parts.numel() >= cells * 4 * 128
     assert stats.numel() >= cells * 4 * 2

@@ -100,11 +100,13 @@ def test_what_general_layers_lack() -> None:
 
 def test_what_the_attention_kernels_lack() -> None:
     pytest.importorskip("triton")
+    from gapless.attention.invariant import InvariantAttention
     from gapless.attention.triton import TritonAttention
 
     for changes, name in (({"window": 4}, "sliding windows"), ({"sinks": True}, "attention sinks")):
         specs = of("attention", **changes).attention_specs()
-        assert TritonAttention.why_not(specs) == f"the attention kernels have no {name}"
+        assert TritonAttention.why_not(specs) is None
+        assert InvariantAttention.why_not(specs) == f"the batch-invariant attention kernels have no {name}"
 
 
 def test_the_first_of_what_is_lacking_is_named() -> None:

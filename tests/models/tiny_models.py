@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from family_cases import random_tokens, raw_config, save_hf
 from gapless.models.decoder import AttendLayer, CausalLM
 from gapless.models.loader import load_config, load_model
 from gapless.models.rope import RotaryRotation
 from gapless.models.source import resolve
+
+__all__ = ["random_tokens", "raw_config", "save_hf"]
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -36,38 +39,6 @@ def full_logits(model: CausalLM, token_ids: Tensor) -> Tensor:
 def load(path: Path | str, **options: Any) -> CausalLM:
     source = resolve(path)
     return load_model(source, load_config(source), **{"dtype": torch.float32, "device": CPU} | options)
-
-
-def raw_config(**changes: Any) -> dict[str, Any]:
-    raw = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 97,
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 80,
-        "max_position_embeddings": 128,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    }
-    return {key: value for key, value in (raw | changes).items() if value is not ...}
-
-
-def save_hf(directory: Path, *, max_shard_size: str = "1GB", **changes: Any) -> Any:
-    """Saves a random transformers model of this config (`...` drops a key) and returns it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    raw = {"pad_token_id": 0} | raw_config(**changes)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0, 0.2)
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
-    return model
 
 
 def save_gguf(
@@ -143,7 +114,3 @@ def _gguf_weights(arch: str) -> dict[str, tuple[str, np.ndarray]]:
             array,
         )
     return weights
-
-
-def random_tokens(vocab_size: int = 97, count: int = 60) -> Tensor:
-    return torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(1))

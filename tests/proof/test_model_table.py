@@ -30,5 +30,5 @@ def test_what_runs_where() -> None:
     rows = {row.split("`")[1]: row for row in table().splitlines()[2:]}
     assert rows["GraniteForCausalLM"].endswith("| native step | fused layers |")
     assert rows["GPTNeoXForCausalLM"].endswith("| native step | general layers (layer norms) |")
-    assert rows["MistralForCausalLM"].endswith("| yes | native step | fused layers; not with a window |")
+    assert rows["MistralForCausalLM"].endswith("| yes | native step | fused layers |")
     assert rows["Qwen3MoeForCausalLM"].endswith("| torch (experts) | no (experts) |")

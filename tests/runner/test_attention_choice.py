@@ -118,12 +118,13 @@ def test_the_fastest(times: dict[str, list[float] | None], best: str, words: str
 
 def own() -> TritonAttention:
     pools = [torch.zeros((LIMITS.num_blocks + 1) * LIMITS.block_size, 4, 16)]
-    return TritonAttention(pools, LIMITS.block_size, NUM_HEADS, 0.25, LIMITS.num_rows, 4)
+    spec = AttentionSpec(NUM_HEADS, 2, 16, 0.25, rope=None)
+    return TritonAttention(pools, LIMITS.block_size, [spec], LIMITS.num_rows, 4)
 
 
 def chosen(installed: tuple[str, ...], measure: Callable[[Any], float]) -> tuple[Any, AttentionChoice, TritonAttention]:
     ours = own()
-    found, choice = make_attention(ours, NUM_HEADS, LIMITS, installed, measure)
+    found, choice = make_attention(ours, LIMITS, installed, measure)
     return found, choice, ours
 
 

@@ -78,8 +78,8 @@ def test_what_a_gpu_refuses(tmp_path: Path) -> None:
         engine = EngineOptions(model=str(tmp_path), device="cuda", **options)
         return CudaKit().settings(engine, load_config(find(tmp_path)))
 
-    with pytest.raises(UnsupportedModel, match=r"^Gemma3ForCausalLM cannot run on cuda: .* have no sliding windows$"):
-        settings("gemma3_text")
+    with pytest.raises(ConfigError, match=r"batch_invariant: Phi3ForCausalLM cannot run so: .* no sliding windows$"):
+        settings("phi3", batch_invariant=True)
     with pytest.raises(UnsupportedModel, match=r"^Qwen3MoeForCausalLM cannot run on cuda: its layers have no experts$"):
         settings("qwen3_moe")
     with pytest.raises(ConfigError, match="batch_invariant: GPTNeoXForCausalLM needs other layers"):

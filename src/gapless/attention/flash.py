@@ -17,7 +17,7 @@ import torch
 
 from gapless.attention.base import Attend, AttentionBatch, Rotation
 from gapless.attention.triton import Part, TritonAttention
-from gapless.models.spec import KERNELS, AttentionSpec, attention_features, lacking
+from gapless.models.spec import LIBRARY_KERNELS, AttentionSpec, attention_features, lacking
 
 WORKSPACE_BYTES = 128 * 2**20  # for FlashInfer: the size in its documentation
 
@@ -55,7 +55,7 @@ class Library:
     def why_not(self, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> str | None:
         """Why it cannot attend as the specs say over such a cache, or None."""
         head_dim = specs[0].head_dim
-        if missing := lacking(attention_features(specs), KERNELS):
+        if missing := lacking(attention_features(specs), LIBRARY_KERNELS):
             return f"it is not called for {missing}"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"it knows float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
@@ -145,12 +145,13 @@ class LibraryAttention:
         batch: AttentionBatch,
         pieces: Pieces,
         kernel: Kernel,
-        pool: torch.Tensor,
+        layer: int,
         heads: torch.Tensor,
         rotation: Rotation,
         out: torch.Tensor,
     ) -> torch.Tensor:
         """The library's result is the layer's output, but for tokens that are in no piece."""
+        pool = self._own.pools[layer]
         q = self._own.store(pool, heads, rotation, batch.slots, pieces.first, pieces.count)
         pages = pool.view(-1, self._block_size, *pool.shape[1:])
         k, v = pages.chunk(2, dim=2)

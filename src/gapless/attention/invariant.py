@@ -6,6 +6,7 @@ Chooses the kernels' sizes, and owns their scratch memory. Neither changes a bit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import triton
 from gapless.attention.base import Attend, AttentionBatch, Rotation
 from gapless.kernels.invariant_attention import attend_chunks, attend_rows, lay_out, num_segments, turn_and_store
 from gapless.kernels.launch import pdl
+from gapless.models.spec import INVARIANT_KERNELS, AttentionSpec, attention_features, lacking
 
 HEADS_A_PROGRAM = 8  # of the rotation kernel
 PROGRAMS_A_CORE = 4  # most, when segments are spread: all of them run at once
@@ -31,12 +33,13 @@ class InvariantAttention:
         self,
         pools: list[torch.Tensor],
         block_size: int,
-        num_heads: int,
-        scale: float,
+        specs: Sequence[AttentionSpec],
         num_rows: int,
         num_cores: int,
         max_model_len: int,
     ) -> None:
+        """specs: of each layer."""
+        num_heads, scale = specs[0].num_heads, specs[0].scale
         assert scale > 0  # the largest score is found before the scale is applied
         self.pools = pools
         self._num_heads = num_heads
@@ -57,6 +60,12 @@ class InvariantAttention:
             "BLOCK_SIZE": block_size,
             "PRECISION": "ieee" if pools[0].dtype == torch.float32 else "tf32",
         }
+
+    @staticmethod
+    def why_not(specs: Sequence[AttentionSpec]) -> str | None:
+        """Why the kernels cannot attend as the specs say, or None. They take one scale for all layers."""
+        missing = lacking(attention_features(specs), INVARIANT_KERNELS)
+        return None if missing is None else f"the batch-invariant attention kernels have no {missing}"
 
     def _make_scratch(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """States of segments, statistics of theirs, and counters of programs. Only the compute stream uses them."""

@@ -14,9 +14,11 @@ import torch
 import triton
 
 from gapless.attention.base import Attend, AttentionBatch, Rotation
-from gapless.kernels.attention import decode, prefill, rotate_and_store
+from gapless.kernels.attention import decode, rotate_and_store
 from gapless.kernels.chunk_tiles import SIZE, cut
 from gapless.kernels.launch import HOPPER, beside, generation, gluon_kernels, pdl
+from gapless.kernels.prefill import prefill
+from gapless.kernels.score_options import ScoreOptions
 from gapless.models.spec import KERNELS, AttentionSpec, attention_features, lacking
 
 if TYPE_CHECKING:
@@ -32,11 +34,12 @@ STREAM_DTYPES = (torch.bfloat16, torch.float16)
 STREAM_HEAD_DIMS = (64, 128)
 STREAM_PROGRAMS = 8  # of the kernel in Triton for each core: where it has as many, it is as fast
 CORES_A_HEAD = 4  # for each KV head of each row: from here on rows are few
+LOG2_E = 1.4426950408889634  # kernels use powers of two
 MAX_HEAD_DIM = 256  # tiles of larger heads do not fit
 PREFILL_BLOCK_M = 64  # tokens of a tile
 
-# a part of a layer's work: (pool, heads, rotation, out [num_tokens, num_heads, head_dim]) -> out or what replaces it
-Part = Callable[[torch.Tensor, torch.Tensor, Rotation, torch.Tensor], torch.Tensor]
+# a part of a layer's work: (layer, heads, rotation, out [num_tokens, num_heads, head_dim]) -> out or what replaces it
+Part = Callable[[int, torch.Tensor, Rotation, torch.Tensor], torch.Tensor]
 
 
 @cache
@@ -67,12 +70,15 @@ class TritonAttention:
         self,
         pools: list[torch.Tensor],
         block_size: int,
-        num_heads: int,
-        scale: float,
+        specs: Sequence[AttentionSpec],
         num_rows: int,
         num_cores: int,
     ) -> None:
+        """specs: of each layer."""
+        num_heads = specs[0].num_heads
         self.pools = pools
+        self.specs = specs
+        self._options = [score_options(spec) for spec in specs]
         self._block_size = block_size
         self._num_heads = num_heads
         self._num_kv_heads = pools[0].shape[1] // 2
@@ -81,20 +87,19 @@ class TritonAttention:
         self._block_g = max(MIN_GROUP, triton.next_power_of_2(self._group))
         self._block_d = max(16, triton.next_power_of_2(self._head_dim))
         self.num_warps = min(max(self._block_g * self._block_d * pools[0].element_size() // WARP_BYTES, 1), 4)
-        self.scale = scale
-        self._scale = scale * 1.4426950408889634  # the kernels use powers of two
         self._num_cores = num_cores
         self._precision = "ieee" if pools[0].dtype == torch.float32 else "tf32"
         self._scratch = self._make_scratch(num_rows)
         self._streams = self._can_stream()
         self._hopper = None
-        if (kernel := hopper_prefill()) is not None and kernel.is_for(pools[0], block_size):
-            self._hopper = kernel(pools[0], block_size, num_heads, self._scale, num_cores)
+        windows = [options.window for options in self._options if options.window]
+        if (kernel := hopper_prefill()) is not None and kernel.is_for(pools[0], block_size, windows):
+            self._hopper = kernel(pools[0], block_size, num_heads, num_cores)
         self._none_before = torch.zeros(1, dtype=torch.int32, device=pools[0].device)
 
     @staticmethod
     def why_not(specs: Sequence[AttentionSpec]) -> str | None:
-        """Why the kernels cannot attend as the specs say, or None. They take one scale for all layers."""
+        """Why the kernels cannot attend as the specs say, or None."""
         missing = lacking(attention_features(specs), KERNELS)
         if missing is None and specs[0].head_dim > MAX_HEAD_DIM:
             return f"the attention kernels have no heads of {specs[0].head_dim}; {MAX_HEAD_DIM} is the most"
@@ -146,7 +151,7 @@ class TritonAttention:
         """Both at the same time: decode rows wait for memory, chunks for the matrix units."""
 
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-            args = self.pools[layer], heads, rotation, self._make_out(heads)
+            args = layer, heads, rotation, self._make_out(heads)
             beside(partial(chunks, *args), partial(decodes, *args))
             return args[-1].flatten(1)
 
@@ -158,7 +163,7 @@ class TritonAttention:
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
             out = self._make_out(heads)
             for part in parts:
-                out = part(self.pools[layer], heads, rotation, out)
+                out = part(layer, heads, rotation, out)
             return out.flatten(1)
 
         return attend
@@ -181,32 +186,31 @@ class TritonAttention:
         return [partial(self._attend_chunks, batch, tiles)]
 
     def _attend_decodes(
-        self, batch: AttentionBatch, pool: torch.Tensor, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor
+        self, batch: AttentionBatch, layer: int, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor
     ) -> torch.Tensor:
         # beside chunks, the many programs of the other kernel find room where few large ones would wait
         if batch.num_chunk_tokens == 0 and (sizes := self.stream_sizes(batch.num_decodes)):
-            self._stream(batch, pool, heads, rotation, out, sizes)
+            self._stream(batch, layer, heads, rotation, out, sizes)
             return out
         splits = self.num_splits(batch.num_decodes)
         ahead = self.loads_ahead(batch.num_decodes)
-        parts, stats, counters = self._scratch
-        norm = rotation.norm_weight
+        options, norm, sinks = self._options[layer], rotation.norm_weight, rotation.sinks
         decode[(batch.num_decodes, self._num_kv_heads, splits)](
-            heads, rotation.cos_sin, heads if norm is None else norm, pool, batch.slots, batch.blocks,
-            batch.decode_rows, batch.decode_lengths, out, parts, stats, counters,
-            rotation.eps, self._scale, batch.blocks.stride(0),
+            heads, rotation.cos_sin, heads if norm is None else norm, heads if sinks is None else sinks,
+            self.pools[layer], batch.slots, batch.blocks, batch.decode_rows, batch.decode_lengths, out, *self._scratch,
+            rotation.eps, options.scale, batch.blocks.stride(0),
             NUM_KV=self._num_kv_heads, GROUP=self._group, BLOCK_G=self._block_g,
             GROUP_2=triton.next_power_of_2(self._group),
             BLOCK_SIZE=self._block_size, BLOCK_N=64 if ahead else 32, NUM_SPLITS=splits, AHEAD=ahead,
             HAS_NORM=norm is not None, num_warps=2 * self.num_warps if ahead else self.num_warps, num_stages=2,
-            **self._shape(), **pdl(),
+            **options.constants(has_sinks=sinks is not None), **self._shape(), **pdl(),
         )  # fmt: skip
         return out
 
     def _stream(
         self,
         batch: AttentionBatch,
-        pool: torch.Tensor,
+        layer: int,
         heads: torch.Tensor,
         rotation: Rotation,
         out: torch.Tensor,
@@ -215,35 +219,37 @@ class TritonAttention:
         from gapless.kernels.stream import stream_decode  # on Hopper alone
 
         count = batch.num_decodes
-        norm = rotation.norm_weight
+        options, norm, sinks = self._options[layer], rotation.norm_weight, rotation.sinks
         stream_decode[(sizes.programs_a_core * self._num_cores,)](
-            heads, rotation.cos_sin, heads if norm is None else norm, pool, batch.slots, batch.blocks,
-            batch.decode_rows, batch.decode_lengths, out, *self._scratch,
-            rotation.eps, self._scale, batch.blocks.stride(0), count,
+            heads, rotation.cos_sin, heads if norm is None else norm, heads if sinks is None else sinks,
+            self.pools[layer], batch.slots, batch.blocks, batch.decode_rows, batch.decode_lengths, out, *self._scratch,
+            rotation.eps, options.scale, batch.blocks.stride(0), count,
             NUM_KV=self._num_kv_heads, GROUP=self._group, GROUP_2=triton.next_power_of_2(self._group),
             HEAD_DIM=self._head_dim, LENGTHS=max(32, triton.next_power_of_2(count)), MIN_SHARE=sizes.min_share,
-            NUM_STAGES=sizes.num_stages, HAS_NORM=norm is not None, num_warps=sizes.num_warps, launch_pdl=True,
+            NUM_STAGES=sizes.num_stages, HAS_NORM=norm is not None, **options.constants(has_sinks=sinks is not None),
+            num_warps=sizes.num_warps, launch_pdl=True,
         )  # fmt: skip
 
     def _attend_chunks(
         self,
         batch: AttentionBatch,
         tiles: torch.Tensor,
-        pool: torch.Tensor,
+        layer: int,
         heads: torch.Tensor,
         rotation: Rotation,
         out: torch.Tensor,
     ) -> torch.Tensor:
         """Tokens from the first chunk on are stored, padding too; those in the tiles attend."""
+        pool, options, sinks = self.pools[layer], self._options[layer], rotation.sinks
         q = self.store(pool, heads, rotation, batch.slots, batch.chunk_offsets, len(batch.slots))
         if self._hopper is not None:
-            self._hopper(q, pool, batch.blocks, tiles, out)
+            self._hopper(q, pool, batch.blocks, tiles, out, options, sinks)
             return out
         prefill[(self._num_heads, len(tiles) - 1)](
-            q, pool, batch.blocks, tiles, out, self._scale, batch.blocks.stride(0),
+            q, q if sinks is None else sinks, pool, batch.blocks, tiles, out, options.scale, batch.blocks.stride(0),
             NUM_HEADS=self._num_heads, NUM_KV=self._num_kv_heads, SIZE=SIZE.value,
             BLOCK_SIZE=self._block_size, BLOCK_M=PREFILL_BLOCK_M, BLOCK_N=64, num_warps=4, num_stages=2,
-            **self._shape(),
+            **options.constants(has_sinks=sinks is not None), **self._shape(),
         )  # fmt: skip
         return out
 
@@ -278,3 +284,8 @@ class TritonAttention:
             "BLOCK_D": self._block_d,
             "PRECISION": self._precision,
         }
+
+
+def score_options(spec: AttentionSpec) -> ScoreOptions:
+    """What the kernels are told of a layer."""
+    return ScoreOptions(spec.scale * LOG2_E, spec.window or 0, spec.soft_cap or 0.0)

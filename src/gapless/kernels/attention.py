@@ -1,9 +1,12 @@
 """The Triton kernels of paged attention for NVIDIA GPUs; they also run under Triton's interpreter.
 
 `decode` takes one token a row: norm, rope, KV write and attention in one, split over the keys, grouped query heads
-packed into one tile; the last split to finish adds up the parts. For chunks there are `rotate_and_store` and
-`prefill`, which has a faster form for Hopper in hopper_prefill. The caller decides how many programs there are, and of
-which sizes.
+packed into one tile; the last split to finish adds up the parts. For chunks there are `rotate_and_store`, and
+`prefill` in a file of its own. The caller decides how many programs there are, and of which sizes.
+
+What a layer's spec asks for beyond plain attention is decided when a kernel is compiled, so that plain attention pays
+nothing. WINDOW: how many positions a token sees, 0: all of them; keys and block numbers before the window are not read.
+SOFT_CAP: of scores, 0: none. HAS_SINKS: `sinks` has a score of each query head that takes part in the softmax.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import triton
 import triton.language as tl
 
 from gapless.kernels.launch import launch_dependents_and_wait
+from gapless.kernels.soft_cap import LOG2_E, soft_capped
 
 SHARE = tl.constexpr(16)  # a split's keys are a multiple of this; whole tiles would leave the last split with few
 
@@ -58,13 +62,19 @@ def _store_new(
 
 
 @triton.jit
-def _keys_and_values(
-    pool, table, start, end, kv_head, dim,
+def keys_and_values(
+    pool, table, start, end, floor, kv_head, dim,
     NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one head's keys and values [BLOCK_N, len(dim)] from a row's place `start` on; zero from `end` on."""
+    """A tile of one head's keys and values [BLOCK_N, len(dim)] from a row's place `start` on; zero from `end` on.
+
+    HAS_FLOOR: zero before `floor` as well.
+    """
     place = start + tl.arange(0, BLOCK_N)
     seen = place < end
+    if HAS_FLOOR:
+        seen = seen & (place >= floor)
     slot = tl.load(table + place // BLOCK_SIZE, mask=seen, other=0) * BLOCK_SIZE + place % BLOCK_SIZE
     at = pool + (slot[:, None] * 2 * NUM_KV + kv_head) * HEAD_DIM + dim[None, :]
     mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
@@ -142,11 +152,12 @@ def rotate_and_store(
 
 @triton.jit
 def decode(
-    heads, cos_sin, norm, pool, slots, blocks, rows, lengths, out, parts, stats, counters, eps, scale, table_stride,
+    heads, cos_sin, norm, sinks, pool, slots, blocks, rows, lengths, out, parts, stats, counters, eps, scale,
+    table_stride,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, GROUP_2: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     NUM_SPLITS: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, HAS_NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All query heads of one KV head of one row, over one part of the row's keys.
 
@@ -159,15 +170,16 @@ def decode(
     split = tl.program_id(2)
     length = tl.load(lengths + i)  # known since the step began
     table = blocks + tl.load(rows + i) * table_stride
-    share = tl.maximum(tl.cdiv(tl.cdiv(length, NUM_SPLITS), SHARE) * SHARE, SHARE)
-    num_parts = tl.cdiv(length, share)  # short rows leave some splits without work, those of no length all
-    begin = split * share
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0  # of the keys that it sees
+    share = tl.maximum(tl.cdiv(tl.cdiv(length - first, NUM_SPLITS), SHARE) * SHARE, SHARE)
+    num_parts = tl.cdiv(length - first, share)  # short rows leave some splits without work, those of no length all
+    begin = first + split * share
     end = tl.minimum(begin + share, length)
     dim = tl.arange(0, BLOCK_D)
     if AHEAD:  # all but the new token's were written in earlier steps
         end_of_known = tl.minimum(end, length - 1)
-        k_first, v_first = _keys_and_values(
-            pool, table, begin, end_of_known, kv_head, dim, NUM_KV, HEAD_DIM, BLOCK_SIZE, BLOCK_N
+        k_first, v_first = keys_and_values(
+            pool, table, begin, end_of_known, 0, kv_head, dim, NUM_KV, HEAD_DIM, BLOCK_SIZE, BLOCK_N, False
         )
     else:
         end_of_known = end
@@ -189,24 +201,29 @@ def decode(
         top = tl.full([BLOCK_G], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        if HAS_SINKS:  # in one of the parts
+            sink = tl.load(sinks + head, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2_E
+            top = tl.where(split == 0, sink, top)
+            total = tl.where(split == 0, 1.0, total)
         if AHEAD:
             if begin < end_of_known:
                 scores = tl.dot(query, tl.trans(k_first), input_precision=PRECISION) * scale
+                scores = soft_capped(scores, SOFT_CAP)
                 scores = tl.where((begin + step < end_of_known)[None, :], scores, -float("inf"))
                 top, total, acc = _take_in(scores, v_first, top, total, acc, PRECISION)
             begin += BLOCK_N
         for start in range(begin, end_of_known, BLOCK_N):
-            k, v = _keys_and_values(
-                pool, table, start, end_of_known, kv_head, dim, NUM_KV, HEAD_DIM, BLOCK_SIZE, BLOCK_N
+            k, v = keys_and_values(
+                pool, table, start, end_of_known, 0, kv_head, dim, NUM_KV, HEAD_DIM, BLOCK_SIZE, BLOCK_N, False
             )
-            scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
+            scores = soft_capped(tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale, SOFT_CAP)
             scores = tl.where((start + step < end_of_known)[None, :], scores, -float("inf"))
             top, total, acc = _take_in(scores, v, top, total, acc, PRECISION)
         if AHEAD and end == length:
             k_new, v_new = _store_new(
                 heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps, NUM_KV, GROUP, HEAD_DIM, HAS_NORM,
             )  # fmt: skip
-            score = tl.sum(query.to(tl.float32) * k_new, axis=1) * scale
+            score = soft_capped(tl.sum(query.to(tl.float32) * k_new, axis=1) * scale, SOFT_CAP)
             top, total, acc = _take_in_one(score, v_new, top, total, acc)
         out_at = out + (i * NUM_KV * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
         if num_parts == 1:
@@ -253,74 +270,3 @@ def _add_up(
     head = kv_head * GROUP + group
     out_at = out + (i * NUM_KV * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
     tl.store(out_at, joined.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :])
-
-
-@triton.jit
-def _take_in_tile(
-    query, pool, table, begin, last, kv_head, dim, place, scale, top, total, acc,
-    NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Add a tile of keys, from place `begin` on, to a running softmax. WHOLE: every token sees all of them.
-
-    Both kinds round alike, so that a token's sums do not depend on the tile of tokens that it is in.
-    """
-    key = begin + tl.arange(0, BLOCK_N)
-    if WHOLE and HEAD_DIM == BLOCK_D:
-        slot = tl.load(table + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
-        at = pool + (slot[:, None] * 2 * NUM_KV + kv_head) * HEAD_DIM + dim[None, :]
-        k, v = tl.load(at), tl.load(at + NUM_KV * HEAD_DIM)
-    else:
-        k, v = _keys_and_values(pool, table, begin, last, kv_head, dim, NUM_KV, HEAD_DIM, BLOCK_SIZE, BLOCK_N)
-    scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
-    if not WHOLE:
-        scores = tl.where(key[None, :] <= place[:, None], scores, -float("inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    fade = tl.exp2(tl.fma(top, scale, -new_top * scale))
-    weight = tl.exp2(tl.fma(scores, scale, -new_top[:, None] * scale))
-    total = total * fade + tl.sum(weight, axis=1)
-    acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-    return new_top, total, acc
-
-
-@triton.jit
-def prefill(
-    q, pool, blocks, tiles, out, scale, table_stride,
-    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr,
-):  # fmt: skip
-    """One query head of a tile of one chunk's tokens (chunk_tiles), over all keys of its row up to each token."""
-    head = tl.program_id(0)
-    tile = tl.program_id(1)
-    if tile < tl.load(tiles):
-        record = tiles + (1 + tile) * SIZE
-        table = blocks + tl.load(record).to(tl.int64) * table_stride
-        token = tl.load(record + 1).to(tl.int64)
-        start = tl.load(record + 2)
-        last = tl.minimum(start + BLOCK_M, tl.load(record + 3))
-        kv_head = head // (NUM_HEADS // NUM_KV)
-        member = tl.arange(0, BLOCK_M)
-        dim = tl.arange(0, BLOCK_D)
-        place = start + member
-        mask = (place < last)[:, None] & (dim < HEAD_DIM)[None, :]
-        at = ((token + member[:, None]) * NUM_HEADS + head) * HEAD_DIM + dim[None, :]
-        query = tl.load(q + at, mask=mask, other=0.0)
-
-        top = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        whole = 0
-        if PRECISION != "ieee":  # float32 without matrix units becomes so much code that it is not worth it twice
-            whole = (start + 1) // BLOCK_N * BLOCK_N
-            for begin in range(0, whole, BLOCK_N):
-                top, total, acc = _take_in_tile(
-                    query, pool, table, begin, last, kv_head, dim, place, scale, top, total, acc,
-                    NUM_KV, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, PRECISION, True,
-                )  # fmt: skip
-        for begin in range(whole, last, BLOCK_N):
-            top, total, acc = _take_in_tile(
-                query, pool, table, begin, last, kv_head, dim, place, scale, top, total, acc,
-                NUM_KV, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, PRECISION, False,
-            )  # fmt: skip
-        tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)

@@ -6,9 +6,12 @@ softmax of the present ones is computed. Programs stay, and take one work item a
 Gluon is Triton's language for layouts and copies by hand; it has no interpreter, and some names changed since 3.6.
 
 A ring is a tuple: its tiles, and for each tile two barriers that say when it is full and when it is free.
+Options are those of kernels/attention. A window is no shorter than a block.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 from triton.experimental import gluon
@@ -25,6 +28,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from gapless.kernels.chunk_tiles import SIZE
 from gapless.kernels.launch import HOPPER, generation
+from gapless.kernels.score_options import ScoreOptions
+from gapless.kernels.stream_ends import LOG2_E, soft_capped
 
 _sync = getattr(gl, "barrier", None) or gl.thread_barrier
 _copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -69,14 +74,25 @@ def _row(tiles, number, is_there, HEADS_A_ITEM: gl.constexpr, NUM_HEADS: gl.cons
 
 
 @gluon.jit
+def _floor(first, WINDOW: gl.constexpr):
+    """Where the window of an item's first token begins."""
+    if WINDOW > 0:
+        floor = gl.maximum(first + 1 - WINDOW, 0)
+    else:
+        floor = 0
+    return floor
+
+
+@gluon.jit
 def _fetch(
-    pool, table, ring, count, begin, end, column,
-    BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    pool, table, ring, count, begin, end, floor, column,
+    BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Request a tile of keys or values, block by block.
 
     What lies behind the row's end could be anything, NaN too. The copy engine writes zeros for what is outside of a
-    block. So a block that reaches behind the end is moved by that: a gap of zeros, then the row's last tokens.
+    block. So a block that reaches behind the end is moved by that: a gap of zeros, then the row's last tokens. A block
+    that ends before the window is all zeros in the same way.
     """
     tiles, full, free = ring
     stage = count % STAGES
@@ -86,8 +102,12 @@ def _fetch(
     tile = tiles.index(stage)
     for i in gl.static_range(BLOCK_N // BOX):
         place = begin + i * BOX
-        block = gl.load(table + place // BOX, mask=place < end, other=0).to(gl.int32)
+        is_seen = place < end
         missing = gl.minimum(gl.maximum(place + BOX - end, 0), BOX)
+        if WINDOW > 0:
+            is_seen = is_seen & (place + BOX > floor)
+            missing = gl.where(is_seen, missing, BOX)
+        block = gl.load(table + place // BOX, mask=is_seen, other=0).to(gl.int32)
         _copy_tile(pool, [block, -missing, column], bar, tile.slice(i * BOX, BOX))
 
 
@@ -95,7 +115,7 @@ def _fetch(
 def _produce(
     q, pool, blocks, tiles, table_stride, queries, ring,
     VALUES: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEADS_A_ITEM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
+    HEADS_A_ITEM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Request what the work items need, in the order in which they need it: keys, or queries and values."""
     tokens: gl.constexpr = 2 * HALF // HEADS_A_ITEM
@@ -120,8 +140,9 @@ def _produce(
                 else:
                     _copy_tile(q, [token + i * HALF, head * HEAD_DIM], q_full.index(i), q_tiles.index(i))
         begin = (gl.minimum(first + tokens, end) - 1) // BLOCK_N * BLOCK_N
-        while begin >= 0:
-            _fetch(pool, table, ring, count, begin, end, column, BLOCK_N, BOX, STAGES, HEAD_DIM)
+        floor = _floor(first, WINDOW)
+        while begin >= floor // BLOCK_N * BLOCK_N:
+            _fetch(pool, table, ring, count, begin, end, floor, column, BLOCK_N, BOX, STAGES, HEAD_DIM, WINDOW)
             count += 1
             begin -= BLOCK_N
         turn += 1
@@ -131,15 +152,32 @@ def _produce(
 
 
 @gluon.jit
-def _softmax(s, top, total, scale, begin, gap, gap_end, place, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Weights of a tile's scores, and the running softmax with them: largest score, sum, what earlier sums fade by."""
+def _softmax(
+    s, top, total, scale, begin, gap, gap_end, place, lowest,
+    MASKED: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Weights of a tile's scores, and the running softmax with them: largest score, sum, what earlier sums fade by.
+
+    lowest: the last position before each token's window. No key of the row's last block is so far back.
+    """
+    if SOFT_CAP > 0:
+        s = soft_capped(s * scale, SOFT_CAP)
+        scale = 1.0
     if MASKED:
         key = begin + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT))
         key = gl.where((key >= gap) & (key < gap_end), NEVER, key)
-        s = gl.inline_asm_elementwise(  # `where` makes bits of the comparisons, and comparisons of the bits
-            "{.reg .pred p; setp.le.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p;}", "=r,r,r,r",
-            [s, key[None, :], place[:, None]], dtype=gl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+        # `where` makes bits of the comparisons, and comparisons of the bits
+        if WINDOW > 0:
+            s = gl.inline_asm_elementwise(
+                "{.reg .pred p; setp.le.s32 p, $2, $3; setp.gt.and.s32 p, $2, $4, p; selp.f32 $0, $1, 0fFF800000, p;}",
+                "=r,r,r,r,r", [s, key[None, :], place[:, None], lowest[:, None]],
+                dtype=gl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            s = gl.inline_asm_elementwise(
+                "{.reg .pred p; setp.le.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p;}", "=r,r,r,r",
+                [s, key[None, :], place[:, None]], dtype=gl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
     new_top = gl.maximum(top, gl.max(s, axis=1))
     level = new_top * scale
     if MASKED:  # a token may see none of the keys so far
@@ -151,8 +189,9 @@ def _softmax(s, top, total, scale, begin, gap, gap_end, place, MASKED: gl.conste
 
 @gluon.jit
 def _step(
-    q_tile, keys, values, count, acc, weight, top, total, scale, begin, gap, gap_end, place,
-    MASKED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    q_tile, keys, values, count, acc, weight, top, total, scale, begin, bottom, gap, gap_end, place, lowest,
+    MASKED: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of tile `count` + 1, whose keys are there, while the values of tile `count` are added."""
     k_tiles, k_full, k_free = keys
@@ -167,9 +206,11 @@ def _step(
     acc = warpgroup_mma(p, v_tiles.index(v_stage), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_free.index(k_stage), count=1)
-    weight, top, total, fade = _softmax(s, top, total, scale, begin, gap, gap_end, place, MASKED, S_LAYOUT)
+    weight, top, total, fade = _softmax(
+        s, top, total, scale, begin, gap, gap_end, place, lowest, MASKED, WINDOW, SOFT_CAP, S_LAYOUT
+    )
     # for the next step; waited for here, because without it the compiler moves the wait below in front of the softmax
-    mbarrier.wait(k_full.index((count + 2) % STAGES), (count + 2) // STAGES & 1, pred=begin > 0)
+    mbarrier.wait(k_full.index((count + 2) % STAGES), (count + 2) // STAGES & 1, pred=begin > bottom)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     mbarrier.arrive(v_free.index(v_stage), count=1)
     acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -178,9 +219,10 @@ def _step(
 
 @gluon.jit
 def _consume(
-    out, tiles, scale, queries, keys, values,
+    out, sinks, tiles, scale, queries, keys, values,
     WHICH: gl.constexpr, NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HEADS_A_ITEM: gl.constexpr,
     BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """One half of every work item: one of two heads, or half of the tokens. From the last keys to the first."""
     tokens: gl.constexpr = 2 * HALF // HEADS_A_ITEM
@@ -199,6 +241,7 @@ def _consume(
     gdc_wait()
     while number < num_items:
         last = gl.minimum(first + tokens, end)
+        bottom = _floor(first, WINDOW) // BLOCK_N * BLOCK_N
         if HEADS_A_ITEM == 2:
             head += WHICH
         else:
@@ -207,6 +250,7 @@ def _consume(
         gap = end // BOX * BOX
         gap_end = gap + BOX - end % BOX
         place = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, s_layout))
+        lowest = place - WINDOW
         place = gl.where(place < gap, place, place + gap_end - gap)
         begin = (last - 1) // BLOCK_N * BLOCK_N
         k_stage = count % STAGES
@@ -219,22 +263,39 @@ def _consume(
         top = gl.full([HALF], -float("inf"), gl.float32, layout=gl.SliceLayout(1, s_layout))
         total = gl.zeros([HALF], gl.float32, layout=gl.SliceLayout(1, s_layout))
         acc = gl.zeros([HALF, HEAD_DIM], gl.float32, layout=o_layout)
-        weight, top, total, _ = _softmax(s, top, total, scale, begin, gap, gap_end, place, True, s_layout)
-        mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=begin > 0)
-        while (begin > 0) & (begin > first + 1):
+        if HAS_SINKS:  # the largest score is kept as it is before the scale
+            sink = gl.load(sinks + head).to(gl.float32) * LOG2_E
+            if SOFT_CAP == 0:
+                sink = sink / scale
+            top = gl.zeros([HALF], gl.float32, layout=gl.SliceLayout(1, s_layout)) + sink
+            total += 1.0
+        weight, top, total, _ = _softmax(
+            s, top, total, scale, begin, gap, gap_end, place, lowest, True, WINDOW, SOFT_CAP, s_layout
+        )
+        mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=begin > bottom)
+        while (begin > bottom) & (begin > first + 1):
             begin -= BLOCK_N
             acc, weight, top, total = _step(
-                q_tile, keys, values, count, acc, weight, top, total, scale, begin, gap, gap_end, place,
-                True, BLOCK_N, STAGES, s_layout, o_layout,
+                q_tile, keys, values, count, acc, weight, top, total, scale, begin, bottom, gap, gap_end, place, lowest,
+                True, WINDOW, SOFT_CAP, BLOCK_N, STAGES, s_layout, o_layout,
             )  # fmt: skip
             count += 1
-        while begin > 0:  # every token sees all of these
+        inside = gl.maximum(bottom, first + HALF - 1 - WINDOW + BLOCK_N) if WINDOW > 0 else bottom
+        while begin > inside:  # every token sees all of these
             begin -= BLOCK_N
             acc, weight, top, total = _step(
-                q_tile, keys, values, count, acc, weight, top, total, scale, begin, gap, gap_end, place,
-                False, BLOCK_N, STAGES, s_layout, o_layout,
+                q_tile, keys, values, count, acc, weight, top, total, scale, begin, bottom, gap, gap_end, place, lowest,
+                False, WINDOW, SOFT_CAP, BLOCK_N, STAGES, s_layout, o_layout,
             )  # fmt: skip
             count += 1
+        if WINDOW > 0:
+            while begin > bottom:
+                begin -= BLOCK_N
+                acc, weight, top, total = _step(
+                    q_tile, keys, values, count, acc, weight, top, total, scale, begin, bottom, gap, gap_end, place,
+                    lowest, True, WINDOW, SOFT_CAP, BLOCK_N, STAGES, s_layout, o_layout,
+                )  # fmt: skip
+                count += 1
         v_stage = count % STAGES
         mbarrier.wait(v_full.index(v_stage), count // STAGES & 1)
         p = gl.convert_layout(weight.to(q_tile.dtype), gl.DotOperandLayout(0, o_layout, 2))
@@ -266,11 +327,12 @@ def _barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["table_stride"])
 def prefill(
-    q, pool, blocks, tiles, out, scale, table_stride,
+    q, sinks, pool, blocks, tiles, out, scale, table_stride,
     NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr, HEADS_A_ITEM: gl.constexpr,
     BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Two halves of 64 rows at a time: tokens of a tile, of one head or two heads that share keys, over all keys.
+    """Two halves of 64 rows at a time: tokens of a tile, of one head or two heads that share keys, over their keys.
 
     q, pool: descriptors of [num_tokens, columns] in boxes [64, HEAD_DIM] and of [num_blocks, BOX, columns] in boxes
     [1, BOX, HEAD_DIM]; tiles: see chunk_tiles.
@@ -282,14 +344,14 @@ def prefill(
     _sync()
     gl.warp_specialize(
         [
-            (_consume, (out, tiles, scale, queries, keys, values,
-                        0, NUM_HEADS, HEAD_DIM, HEADS_A_ITEM, BLOCK_N, BOX, STAGES)),
-            (_consume, (out, tiles, scale, queries, keys, values,
-                        1, NUM_HEADS, HEAD_DIM, HEADS_A_ITEM, BLOCK_N, BOX, STAGES)),
+            (_consume, (out, sinks, tiles, scale, queries, keys, values, 0, NUM_HEADS, HEAD_DIM, HEADS_A_ITEM,
+                        BLOCK_N, BOX, STAGES, WINDOW, SOFT_CAP, HAS_SINKS)),
+            (_consume, (out, sinks, tiles, scale, queries, keys, values, 1, NUM_HEADS, HEAD_DIM, HEADS_A_ITEM,
+                        BLOCK_N, BOX, STAGES, WINDOW, SOFT_CAP, HAS_SINKS)),
             (_produce, (q, pool, blocks, tiles, table_stride, queries, keys,
-                        False, NUM_HEADS, NUM_KV, HEAD_DIM, HEADS_A_ITEM, BLOCK_N, BOX, STAGES)),
+                        False, NUM_HEADS, NUM_KV, HEAD_DIM, HEADS_A_ITEM, BLOCK_N, BOX, STAGES, WINDOW)),
             (_produce, (q, pool, blocks, tiles, table_stride, queries, values,
-                        True, NUM_HEADS, NUM_KV, HEAD_DIM, HEADS_A_ITEM, BLOCK_N, BOX, STAGES)),
+                        True, NUM_HEADS, NUM_KV, HEAD_DIM, HEADS_A_ITEM, BLOCK_N, BOX, STAGES, WINDOW)),
         ],
         worker_num_warps=[4, 1, 1],
         worker_num_regs=[240, 24, 24],
@@ -299,10 +361,9 @@ def prefill(
 class HopperPrefill:
     """The kernel with its sizes for a model, over pools [num_slots, 2 * num_kv_heads, head_dim]."""
 
-    def __init__(self, pool: torch.Tensor, block_size: int, num_heads: int, scale: float, num_cores: int) -> None:
-        """scale: of scores, for powers of two."""
+    def __init__(self, pool: torch.Tensor, block_size: int, num_heads: int, num_cores: int) -> None:
         num_kv, self._head_dim = pool.shape[1] // 2, pool.shape[2]
-        self._block_size, self._scale, self._num_cores = block_size, scale, num_cores
+        self._block_size, self._num_cores = block_size, num_cores
         heads_a_item = 2 if num_heads // num_kv % 2 == 0 else 1
         self.tokens_a_tile = 2 * HALF.value // heads_a_item
         self._items_a_tile = num_heads // heads_a_item
@@ -312,21 +373,31 @@ class HopperPrefill:
         }  # fmt: skip
 
     @staticmethod
-    def is_for(pool: torch.Tensor, block_size: int) -> bool:
+    def is_for(pool: torch.Tensor, block_size: int, windows: Collection[int] = ()) -> bool:
         """Whether it runs here, on such a pool. Blocks are boxes of the copy engine: their size is a power of two."""
         head_dim = pool.shape[2]
         fits = head_dim in KEYS and 8 <= block_size <= KEYS[head_dim] and block_size & (block_size - 1) == 0
-        return generation() == HOPPER and pool.dtype in DTYPES and fits
+        return (
+            generation() == HOPPER and pool.dtype in DTYPES and fits and min(windows, default=block_size) >= block_size
+        )
 
     def __call__(
-        self, q: torch.Tensor, pool: torch.Tensor, blocks: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        blocks: torch.Tensor,
+        tiles: torch.Tensor,
+        out: torch.Tensor,
+        options: ScoreOptions,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Attend for the tiles' tokens. q and out: [num_tokens, num_heads, head_dim]; tiles: see chunk_tiles."""
         num_items = (len(tiles) - 1) * self._items_a_tile
         pages = pool.view(-1, self._block_size, pool.shape[1] * self._head_dim)
         prefill[(min(self._num_cores, num_items),)](
-            _in_boxes(q.flatten(1), HALF.value, self._head_dim), _in_boxes(pages, self._block_size, self._head_dim),
-            blocks, tiles, out, self._scale, blocks.stride(0), **self.sizes, num_warps=4, launch_pdl=True,
+            _in_boxes(q.flatten(1), HALF.value, self._head_dim), out if sinks is None else sinks,
+            _in_boxes(pages, self._block_size, self._head_dim), blocks, tiles, out, options.scale, blocks.stride(0),
+            **self.sizes, **options.constants(has_sinks=sinks is not None), num_warps=4, launch_pdl=True,
         )  # fmt: skip
 
 

@@ -21,7 +21,9 @@ from gapless.kernels.stream_ends import (
     PARTS_AT_ONCE,
     begin,
     finish,
+    first_block,
     load_new,
+    soft_capped,
     sync,
 )
 
@@ -39,12 +41,14 @@ def _plus(a, b):
 
 
 @gluon.jit
-def _my_share(lengths, num_rows, sharer, num_sharers, LENGTHS: gl.constexpr, MIN_SHARE: gl.constexpr):
+def _my_share(
+    lengths, num_rows, sharer, num_sharers, LENGTHS: gl.constexpr, MIN_SHARE: gl.constexpr, WINDOW: gl.constexpr
+):  # fmt: skip
     """Blocks of a share; this program's first one, and how many it has; the row of that, and the row's first one."""
     layout: gl.constexpr = gl.BlockedLayout([LENGTHS // 32], [32], [gl.num_warps()], [0])  # each warp has them all
     index = gl.arange(0, LENGTHS, layout=layout)
     length = gl.load(lengths + index, mask=index < num_rows, other=0).to(gl.int32)
-    num_blocks = (length + BLOCK - 1) // BLOCK
+    num_blocks = (length + BLOCK - 1) // BLOCK - first_block(length, WINDOW)
     end = gl.associative_scan(num_blocks, 0, _plus)
     num_units = gl.max(end, axis=0)
     longest = gl.max(num_blocks, axis=0)
@@ -58,7 +62,9 @@ def _my_share(lengths, num_rows, sharer, num_sharers, LENGTHS: gl.constexpr, MIN
 
 
 @gluon.jit
-def _look_up(blocks, lengths, rows, num_rows, table_stride, place, LAYOUT: gl.constexpr):
+def _look_up(
+    blocks, lengths, rows, num_rows, table_stride, place, WINDOW: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
     """The chunk after a place: where it lies, and the numbers of its blocks, a tile for each lane of a warp.
 
     A place is a row, a block of it or its end, blocks left in the share, the row's length and the start of its block
@@ -66,9 +72,9 @@ def _look_up(blocks, lengths, rows, num_rows, table_stride, place, LAYOUT: gl.co
     """
     row, block, left, length, table, next_length, next_number = place
     if block * BLOCK >= length:
-        block = 0
         row += 1
         length = next_length
+        block = first_block(length, WINDOW)
         table = next_number * table_stride
         next_length = gl.load(lengths + gl.minimum(row + 1, num_rows - 1)).to(gl.int32)
         next_number = gl.load(rows + gl.minimum(row + 1, num_rows - 1))
@@ -84,7 +90,7 @@ def _look_up(blocks, lengths, rows, num_rows, table_stride, place, LAYOUT: gl.co
 @gluon.jit
 def _request(
     pool, keys, values, stage, chunk, tile, head,
-    NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr,
+    NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr, WINDOW: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Copy a tile of a chunk, a block for each warp, to a stage of the ring; zeros where there are no known keys."""
     block, end, length, numbers = chunk
@@ -98,7 +104,10 @@ def _request(
     first = (number * (BLOCK * 2 * NUM_KV) + head) * HEAD_DIM
     at = pool + first[:, None, None] + (slot * (2 * NUM_KV * HEAD_DIM))[None, :, None] + dim[None, None, :]
     known = gl.minimum(length - 1, end * BLOCK)  # the new token's key is not there yet
-    mask = ((block + tile * warps + warp) * BLOCK)[:, None] + slot[None, :] < known
+    spot = ((block + tile * warps + warp) * BLOCK)[:, None] + slot[None, :]
+    mask = spot < known
+    if WINDOW > 0:
+        mask = mask & (spot >= length - WINDOW)
     mask = mask[:, :, None] & (dim < HEAD_DIM)[None, None, :]
     _copy(keys.index(stage), at, mask=mask)
     _copy(values.index(stage), at + NUM_KV * HEAD_DIM, mask=mask)
@@ -115,18 +124,28 @@ def _load_query(queries, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _take_in(query, keys, values, stage, softmax, block, known, scale, MMA: gl.constexpr):
-    """Add a stage of the ring to the running softmax of each warp: its block's keys below `known`."""
+def _take_in(
+    query, keys, values, stage, softmax, block, known, floor, scale,
+    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """Add a stage of the ring to the running softmax of each warp: its block's keys below `known`.
+
+    With a window, those from `floor` on.
+    """
     top, total, acc = softmax
     warps: gl.constexpr = keys.shape[1]
     half: gl.constexpr = keys.shape[3] // 2
     warp = gl.arange(0, warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
     slot = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
-    seen = ((block + warp) * BLOCK)[:, None] + slot[None, :] < known
+    spot = ((block + warp) * BLOCK)[:, None] + slot[None, :]
+    seen = spot < known
+    if WINDOW > 0:
+        seen = seen & (spot >= floor)
     zero = gl.zeros([warps, BLOCK, NUM_COLUMNS], gl.float32, layout=MMA)
     low = keys.index(stage).slice(0, half, dim=2).load(gl.DotOperandLayout(0, MMA, 2))
     high = keys.index(stage).slice(half, half, dim=2).load(gl.DotOperandLayout(0, MMA, 2))
     scores = (mma_v2(low, query[0], zero) + mma_v2(high, query[1], zero)) * scale  # two chains take half as long
+    scores = soft_capped(scores, SOFT_CAP)
     scores = gl.where(seen[:, :, None], scores, -float("inf"))
     new_top = gl.maximum(top, gl.max(scores, axis=1))
     fade = gl.exp2(top - new_top)[:, None, :]
@@ -138,10 +157,11 @@ def _take_in(query, keys, values, stage, softmax, block, known, scale, MMA: gl.c
 
 @gluon.jit(do_not_specialize=["num_rows", "table_stride"])  # else some sizes are compiled for in the middle of work
 def stream_decode(
-    heads, cos_sin, norm, pool, slots, blocks, rows, lengths, out, parts, stats, counters, eps, scale, table_stride,
-    num_rows,
+    heads, cos_sin, norm, sinks, pool, slots, blocks, rows, lengths, out, parts, stats, counters, eps, scale,
+    table_stride, num_rows,
     NUM_KV: gl.constexpr, GROUP: gl.constexpr, GROUP_2: gl.constexpr, HEAD_DIM: gl.constexpr,
     LENGTHS: gl.constexpr, MIN_SHARE: gl.constexpr, NUM_STAGES: gl.constexpr, HAS_NORM: gl.constexpr,
+    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """One KV head and a share of all rows' blocks. As `decode` of kernels/attention, whose arguments these are.
 
@@ -170,38 +190,40 @@ def stream_decode(
     gdc_launch_dependents()
     head = gl.program_id(0) % NUM_KV  # programs side by side read the same tokens at the same time
     share, unit, left, row, row_unit = _my_share(  # lengths, rows and blocks are known since the step began
-        lengths, num_rows, gl.program_id(0) // NUM_KV, gl.num_programs(0) // NUM_KV, LENGTHS, MIN_SHARE
+        lengths, num_rows, gl.program_id(0) // NUM_KV, gl.num_programs(0) // NUM_KV, LENGTHS, MIN_SHARE, WINDOW
     )
     if left > 0:
         length = gl.load(lengths + row).to(gl.int32)
         next_length = gl.load(lengths + gl.minimum(row + 1, num_rows - 1)).to(gl.int32)
         next_number = gl.load(rows + gl.minimum(row + 1, num_rows - 1))
-        block = unit - row_unit
+        block = unit - row_unit + first_block(length, WINDOW)
         # requests run ahead by the ring, and their blocks are looked up a chunk ahead of that
         place = (row, block, left, length, gl.load(rows + row) * table_stride, next_length, next_number)
-        chunk, place = _look_up(blocks, lengths, rows, num_rows, table_stride, place, numbered)
-        next_chunk, place = _look_up(blocks, lengths, rows, num_rows, table_stride, place, numbered)
+        chunk, place = _look_up(blocks, lengths, rows, num_rows, table_stride, place, WINDOW, numbered)
+        next_chunk, place = _look_up(blocks, lengths, rows, num_rows, table_stride, place, WINDOW, numbered)
         tile = 0
         for stage in gl.static_range(NUM_STAGES - 1):
-            _request(pool, keys, values, stage, chunk, tile, head, NUM_KV, HEAD_DIM, copy)
+            _request(pool, keys, values, stage, chunk, tile, head, NUM_KV, HEAD_DIM, WINDOW, copy)
             tile += 1
             if chunk[0] + tile * warps >= chunk[1]:
                 chunk = next_chunk
                 tile = 0
-                next_chunk, place = _look_up(blocks, lengths, rows, num_rows, table_stride, place, numbered)
+                next_chunk, place = _look_up(blocks, lengths, rows, num_rows, table_stride, place, WINDOW, numbered)
         gdc_wait()
 
         stage = 0
         has_new = block + left >= (length + BLOCK - 1) // BLOCK
         new = load_new(
-            heads, cos_sin, norm, slots, row, head, has_new, NUM_KV, GROUP, HEAD_DIM, HAS_NORM, turn, mma
+            heads, cos_sin, norm, sinks, slots, row, head, has_new,
+            NUM_KV, GROUP, HEAD_DIM, HAS_NORM, HAS_SINKS, turn, mma,
         )  # fmt: skip
         while left > 0:
             num_blocks = (length + BLOCK - 1) // BLOCK
             first = block
             last = gl.minimum(num_blocks, block + left)
             softmax = begin(
-                new, pool, queries, head, has_new, eps, scale, NUM_KV, HEAD_DIM, HAS_NORM, turn, mma
+                new, pool, queries, head, has_new, eps, scale,
+                NUM_KV, HEAD_DIM, HAS_NORM, SOFT_CAP, HAS_SINKS, turn, mma,
             )  # fmt: skip
             sync()
             query = _load_query(queries, mma)
@@ -210,27 +232,32 @@ def stream_decode(
                 async_copy.wait_group(NUM_STAGES - 2)
                 sync()  # all threads' copies are there, and all have read the stage before this one
                 free = (stage + NUM_STAGES - 1) % NUM_STAGES
-                _request(pool, keys, values, free, chunk, tile, head, NUM_KV, HEAD_DIM, copy)
+                _request(pool, keys, values, free, chunk, tile, head, NUM_KV, HEAD_DIM, WINDOW, copy)
                 tile += 1
                 if chunk[0] + tile * warps >= chunk[1]:
                     chunk = next_chunk
                     tile = 0
-                    next_chunk, place = _look_up(blocks, lengths, rows, num_rows, table_stride, place, numbered)
-                softmax = _take_in(query, keys, values, stage, softmax, block, known, scale, mma)
+                    next_chunk, place = _look_up(blocks, lengths, rows, num_rows, table_stride, place, WINDOW, numbered)
+                softmax = _take_in(
+                    query, keys, values, stage, softmax, block, known, length - WINDOW, scale, WINDOW, SOFT_CAP, mma
+                )  # fmt: skip
                 stage = (stage + 1) % NUM_STAGES
                 block += warps
             left -= last - first
-            has_new = left >= (next_length + BLOCK - 1) // BLOCK  # the next row's, which is loaded meanwhile
+            next_block = first_block(next_length, WINDOW)
+            has_new = left >= (next_length + BLOCK - 1) // BLOCK - next_block  # the next row's: loaded meanwhile
             new = load_new(
-                heads, cos_sin, norm, slots, gl.minimum(row + 1, num_rows - 1), head, has_new,
-                NUM_KV, GROUP, HEAD_DIM, HAS_NORM, turn, mma,
+                heads, cos_sin, norm, sinks, slots, gl.minimum(row + 1, num_rows - 1), head, has_new,
+                NUM_KV, GROUP, HEAD_DIM, HAS_NORM, HAS_SINKS, turn, mma,
             )  # fmt: skip
+            unseen = first_block(length, WINDOW)
             finish(
-                out, parts, stats, counters, joins, sums, softmax, row, head, unit - first, num_blocks,
-                first, last, share, NUM_KV, GROUP, GROUP_2, HEAD_DIM, wide, join,
+                out, parts, stats, counters, joins, sums, softmax, row, head, unit - (first - unseen),
+                num_blocks - unseen, first - unseen, last - unseen, share,
+                NUM_KV, GROUP, GROUP_2, HEAD_DIM, wide, join,
             )  # fmt: skip
             unit += last - first
             row += 1
-            block = 0
+            block = next_block
             length = next_length
             next_length = gl.load(lengths + gl.minimum(row + 1, num_rows - 1)).to(gl.int32)

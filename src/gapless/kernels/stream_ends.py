@@ -15,8 +15,27 @@ MAX_GROUP = 8  # query heads of a KV head: the columns of a product of the matri
 NUM_COLUMNS = gl.constexpr(MAX_GROUP)
 BLOCK_SIZE = 16  # slots of a block: the rows of such a product
 BLOCK = gl.constexpr(BLOCK_SIZE)
+LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)  # the largest score of no keys; finite, so that differences are numbers
 PARTS_AT_ONCE = gl.constexpr(8)
+
+
+@gluon.jit
+def first_block(length, WINDOW: gl.constexpr):
+    """The first block of which a row of this length sees anything."""
+    if WINDOW > 0:
+        first = gl.maximum(length - WINDOW, 0) // BLOCK
+    else:
+        first = 0
+    return first
+
+
+@gluon.jit
+def soft_capped(scores, CAP: gl.constexpr):
+    """As in kernels/soft_cap."""
+    if CAP > 0:
+        scores = (CAP * LOG2_E) * (1.0 - 2.0 / (gl.exp2(scores * (2.0 / CAP)) + 1.0))
+    return scores
 
 
 @gluon.jit
@@ -52,8 +71,8 @@ def _turned(loaded, cos, sin, eps, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexp
 
 @gluon.jit
 def load_new(
-    heads, cos_sin, norm, slots, row, kv_head, has_new,
-    NUM_KV: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
+    heads, cos_sin, norm, sinks, slots, row, kv_head, has_new,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr, HAS_SINKS: gl.constexpr,
     LAYOUT: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """All that `begin` takes of a row's new token, in one wait for memory. has_new: with its key and value."""
@@ -74,22 +93,28 @@ def load_new(
     value = gl.load(value_at + same[:, None] + dim[None, :], mask=every & (member == 0)[:, None], other=0.0)
     acc_value = gl.load(value_at + acc_dim, mask=(acc_dim < HEAD_DIM) & has_new, other=0.0)
     angle = cos_sin + row * 2 * HEAD_DIM + dim
-    return queries, key, value, acc_value, gl.load(angle), gl.load(angle + HEAD_DIM), gl.load(slots + row)
+    sink = acc_value
+    if HAS_SINKS:
+        column = gl.arange(0, NUM_COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))
+        sink = gl.load(sinks + kv_head * GROUP + column, mask=column < GROUP, other=0.0)
+    return queries, key, value, acc_value, gl.load(angle), gl.load(angle + HEAD_DIM), gl.load(slots + row), sink
 
 
 @gluon.jit
 def begin(
     loaded, pool, queries, kv_head, has_new, eps, scale,
-    NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr, LAYOUT: gl.constexpr, MMA: gl.constexpr,
+    NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr, SOFT_CAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr, LAYOUT: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """A row's queries of one KV head to shared memory, once for each warp; the softmax of no keys.
 
-    has_new: the row's new token is among the keys. Its key and value are stored in the pool, and taken in by warp 0.
+    has_new: the row's new token is among the keys. Its key and value are stored in the pool, and taken in by warp 0,
+    and so are the sinks.
     """
     warps: gl.constexpr = queries.shape[0]
     per_head: gl.constexpr = gl.SliceLayout(1, MMA)
     per_row: gl.constexpr = gl.SliceLayout(2, MMA)
-    loaded_queries, loaded_key, value, acc_value, cos, sin, new_slot = loaded
+    loaded_queries, loaded_key, value, acc_value, cos, sin, new_slot, sink = loaded
     cos = cos.to(gl.float32)
     sin = sin.to(gl.float32)
     dtype: gl.constexpr = pool.dtype.element_ty
@@ -105,16 +130,26 @@ def begin(
     gl.store(at, key, mask=once)
     gl.store(at + NUM_KV * HEAD_DIM, value.to(dtype), mask=once)
 
-    score = gl.sum(query.to(gl.float32) * key.to(gl.float32), axis=1) * scale
+    score = soft_capped(gl.sum(query.to(gl.float32) * key.to(gl.float32), axis=1) * scale, SOFT_CAP)
     score = gl.convert_layout(score, gl.SliceLayout(0, per_head))
+    whole = 1.0
+    if HAS_SINKS:  # a softmax of the two
+        sink = sink.to(gl.float32) * LOG2_E
+        best = gl.maximum(score, sink)
+        share = gl.expand_dims(gl.exp2(score - best)[None, :], 1)
+        whole = share + gl.expand_dims(gl.exp2(sink - best)[None, :], 1)
+        score = best
     takes = (gl.arange(0, warps, layout=gl.SliceLayout(1, per_head)) == 0) & has_new
     top = gl.where(takes[:, None], score[None, :], LOWEST)
     takes = (gl.arange(0, warps, layout=gl.SliceLayout(1, per_row)) == 0) & has_new
     slot = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, per_row))
     total = gl.zeros([warps, BLOCK, NUM_COLUMNS], gl.float32, layout=MMA)
-    total = gl.where((takes[:, None] & (slot == 0)[None, :])[:, :, None], 1.0, total)
+    total = gl.where((takes[:, None] & (slot == 0)[None, :])[:, :, None], whole, total)
     acc = gl.zeros([warps, HEAD_DIM, NUM_COLUMNS], gl.float32, layout=MMA)
-    acc = gl.where(takes[:, None, None], acc_value.to(gl.float32)[None, :, None], acc)
+    new_value = acc_value.to(gl.float32)[None, :, None]
+    if HAS_SINKS:
+        new_value = new_value * share
+    acc = gl.where(takes[:, None, None], new_value, acc)
     return top, total, acc
 
 

@@ -39,7 +39,11 @@ class Feature(StrEnum):
 
 
 # Which backend has which of them.
-KERNELS = frozenset({Feature.SCALE})  # attention by our kernels for GPUs, and by libraries
+KERNELS = frozenset(  # attention by our kernels for GPUs
+    {Feature.WINDOW, Feature.SOFT_CAP, Feature.SINKS, Feature.SCALE, Feature.MIXED_SCALES}
+)
+INVARIANT_KERNELS = frozenset({Feature.SCALE})  # by our batch-invariant ones
+LIBRARY_KERNELS = frozenset({Feature.SCALE})  # by libraries, as we call them
 FUSED_LAYERS = frozenset(  # for GPUs
     {Feature.MIXED_ROPES, Feature.MIXED_SIZES, Feature.EMBEDDING_SCALE, Feature.LOGIT_CAP}
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from gapless.models.config import ModelConfig
@@ -37,22 +36,14 @@ def page_with_table(page: str) -> str:
 
 def _row(family: Family) -> tuple[str, ...]:
     gguf = f"`{family.gguf.architecture}`" if family.gguf is not None else ""
-    config = _without_windows(tiny_config(family.model_type))
-    has_windows, gpu = _has_windows(family), _on_gpu(config)
-    if has_windows and not gpu.startswith("no"):
-        gpu += "; not with a window"
-    return family.models, f"`{family.architecture}`", gguf, "yes" if has_windows else "", _on_cpu(config), gpu
+    config, windows = tiny_config(family.model_type), "yes" if _has_windows(family) else ""
+    return family.models, f"`{family.architecture}`", gguf, windows, _on_cpu(config), _on_gpu(config)
 
 
 def _has_windows(family: Family) -> bool:
     """Whether a config can give layers a window."""
     config = hf_config(raw_config(**TINY[family.model_type] | WINDOW))
     return any(spec.window is not None for spec in config.attention_specs())
-
-
-def _without_windows(config: ModelConfig) -> ModelConfig:
-    layers = (replace(layer, attention=replace(layer.attention, window=None)) for layer in config.layers)
-    return replace(config, layers=tuple(layers))
 
 
 def _on_cpu(config: ModelConfig) -> str:

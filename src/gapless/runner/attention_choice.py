@@ -72,7 +72,6 @@ def _why_not(name: str, options: EngineOptions, config: ModelConfig, dtype: torc
 
 def make_attention(
     own: TritonAttention,
-    num_heads: int,
     limits: Limits,
     names: Sequence[str],
     measure: Measure,
@@ -85,7 +84,7 @@ def make_attention(
 
     @cache
     def kernel(name: str) -> Kernel | None:
-        return None if name == OWN else as_launch(LIBRARIES[name].load(own.scale, own.pools[0].device))
+        return None if name == OWN else as_launch(LIBRARIES[name].load(own.specs[0].scale, own.pools[0].device))
 
     def make(decode: str, chunks: str) -> Attention:
         if decode == chunks == OWN:
@@ -96,7 +95,7 @@ def make_attention(
     if len(names) == 1:
         choice = AttentionChoice(names[0], for_chunks[0], "the only candidate")
     else:
-        choice = _contest(names, for_chunks, Trials(own.pools, num_heads, limits), make, measure)
+        choice = _contest(names, for_chunks, Trials(own.pools, own.specs[0].num_heads, limits), make, measure)
     try:
         return make(choice.decode, choice.chunks), choice
     except Exception as error:  # whatever importing a library may raise

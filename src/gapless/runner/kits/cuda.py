@@ -56,6 +56,8 @@ class CudaKit:
     def settings(self, options: EngineOptions, model: ModelConfig) -> Settings:
         refuse(model, "cuda", TritonAttention.why_not(model.attention_specs()) or GeneralLayers.why_not(model))
         reason = SkinnyLayers.why_not(model)
+        if options.batch_invariant and (missing := InvariantAttention.why_not(model.attention_specs())):
+            raise ConfigError(f"batch_invariant: {model.architecture} cannot run so: {missing}")
         if options.batch_invariant and reason is not None:
             raise ConfigError(f"batch_invariant: {model.architecture} needs other layers than the fused ones: {reason}")
         settings = Settings.of(
@@ -100,11 +102,10 @@ def make_layers(device: torch.device, dtype: torch.dtype, *, batch_invariant: bo
 def choose_attention(device: Device, kv: KVStore, resolved: Resolved) -> tuple[Attention, str]:
     """The attention, and in words which one it is and why."""
     limits, config = resolved.limits, resolved.model
-    scale = config.layers[0].attention.scale
-    sizes = kv.pools, limits.block_size, config.num_heads, scale, limits.num_rows, device.num_cores
+    sizes = kv.pools, limits.block_size, config.attention_specs(), limits.num_rows, device.num_cores
     if resolved.batch_invariant:
         return InvariantAttention(*sizes, limits.max_model_len), "attention: triton (batch-invariant)"
     own = TritonAttention(*sizes)
-    attention, choice = make_attention(own, config.num_heads, limits, resolved.attention, replay_s, device.as_launch)
+    attention, choice = make_attention(own, limits, resolved.attention, replay_s, device.as_launch)
     log.info("%s", choice)
     return attention, str(choice)
