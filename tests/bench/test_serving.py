@@ -194,7 +194,10 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, words in (
         (["--url", "ftp://x"], "--url must be like"),
         (["--url", "http://127.0.0.1:1"], "does not list its models"),
-        (["--workload", "L"], "--workload: unknown or not greedy: 'L'; known: A, B, C, D, E, F, G, H, I, M, N1, N8, X"),
+        (
+            ["--workload", "L"],
+            "--workload: unknown or not greedy: 'L'; known: A, B, C, D, E, F, G, H, I, M, N1, N8, Q1, Q32, X",
+        ),
         (["--workload", "X", "--requests", "1025"], "--requests: workload X has 1024, got 1025"),
         (["--workload", "X", "--model", "m"], "--model does not go with --workload"),
         (["--workload", "X", "--input-length", "8"], "--input-length does not go with --workload"),

@@ -65,6 +65,8 @@ def test_operations_of_prompts_are_those_of_products_and_of_causal_attention() -
 
 def test_weights_of_a_tied_model_are_read_once() -> None:
     assert weight_bytes("0.6B") == pytest.approx(2 * 0.596e9, rel=0.01)
+    assert weight_bytes("30B-A3B") == pytest.approx(2 * 3.04e9, rel=0.01)  # 8 of 128 experts
+    assert weight_bytes("30B-A3B", 32) == pytest.approx(2 * 26.4e9, rel=0.01)  # 112 of them, as expected
     assert weight_bytes("8B") == pytest.approx(2 * (8.03e9 - 128256 * 4096), rel=0.01)
 
 
@@ -197,7 +199,9 @@ def test_what_was_measured_is_kept_when_a_later_run_fails(
 
 
 def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="unknown 'Z'; known: A, B, C, D, E, F, G, H, I, L, M, N1, N8, S, S256, X"):
+    with pytest.raises(
+        ConfigError, match="unknown 'Z'; known: A, B, C, D, E, F, G, H, I, L, M, N1, N8, Q1, Q32, S, S256, X"
+    ):
         WorkloadTask(("D", "Z"), (2,))
     for flags, words in (
         (["--peer", "vllm"], "--peer goes with --workload"),

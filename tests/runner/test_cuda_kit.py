@@ -16,7 +16,7 @@ from test_graphs import Played
 from gapless import LLM, SamplingParams, device
 from gapless.config import EngineOptions
 from gapless.device.cpu import CpuDevice, InlineDriver
-from gapless.errors import ConfigError, UnsupportedModel
+from gapless.errors import ConfigError
 from gapless.models.invariant_layers import InvariantLayers
 from gapless.models.loader import load_config
 from gapless.models.source import resolve as find
@@ -72,6 +72,21 @@ def test_an_engine_of_general_layers_gives_the_tokens_of_torch(
     assert reasons["no fused layers: its layers have no layer norms"] > 0
 
 
+def test_an_engine_of_experts_gives_the_tokens_of_torch(
+    tmp_path: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw_config(**FAMILIES["qwen3_moe"])))
+    options: dict[str, Any] = {"max_num_rows": 1, "max_batch_tokens": 4, "num_blocks": 4, "depth": 1}
+    options |= {"dtype": "float32", "load_format": "dummy", "max_model_len": 64}
+    monkeypatch.setattr("gapless.models.weights._DUMMY_SCALE", 0.3)
+    prompts = [[3, 4, 5, 6, 7, 8]]
+    with LLM(tmp_path, device="cpu", **options, native=False) as llm:
+        expected = [item.token_ids for item in llm.generate(prompts, GREEDY)]
+    with LLM(tmp_path, device="cuda", **options) as llm:
+        assert [item.token_ids for item in llm.generate(prompts, GREEDY)] == expected
+        assert not llm.engine.monitor.ledger()
+
+
 def test_what_a_gpu_refuses(tmp_path: Path) -> None:
     def settings(family: str, **options: Any) -> Any:
         (tmp_path / "config.json").write_text(json.dumps(raw_config(**FAMILIES[family])))
@@ -80,8 +95,7 @@ def test_what_a_gpu_refuses(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"batch_invariant: Phi3ForCausalLM cannot run so: .* no sliding windows$"):
         settings("phi3", batch_invariant=True)
-    with pytest.raises(UnsupportedModel, match=r"^Qwen3MoeForCausalLM cannot run on cuda: its layers have no experts$"):
-        settings("qwen3_moe")
+    assert settings("qwen3_moe").slow_reason is None
     with pytest.raises(ConfigError, match="batch_invariant: GPTNeoXForCausalLM needs other layers"):
         settings("gpt_neox", batch_invariant=True)
     assert settings("granite").slow_reason is None

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 FIRST_TOKEN, END_TOKEN = 1000, 30000
 BYTES_A_NUMBER = 2  # bfloat16
+EXPERT_NAME = ".experts."  # in the names of their weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,8 @@ WORKLOADS = {
     "M": Workload("0.6B", 300, 600, 300, num_rows=64, least_prompt=16, least_answer=16),
     "N1": Workload("8B", 1, 32000, 128, unit="s"),
     "N8": Workload("8B", 8, 16000, 128, unit="s"),
+    "Q1": Workload("30B-A3B", 1, 128, 256),
+    "Q32": Workload("30B-A3B", 32, 128, 512),
     "S": Workload("0.6B", 32, 128, 1024, temperature=1.0, top_k=50, top_p=0.95),
     "S256": Workload("0.6B", 256, 128, 1024, temperature=1.0, top_k=50, top_p=0.95),
     "X": Workload("0.6B-49k", 1024, 1024, 256, num_rows=256, least_prompt=64, least_answer=64, unit="s"),
@@ -134,19 +137,49 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         **_COMMON,
     },
+    "30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "intermediate_size": 6144,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        **_COMMON,
+        "num_key_value_heads": 4,
+    },
 }
 SHAPES["0.6B-49k"] = {**SHAPES["0.6B"], "vocab_size": 49152}
 
 
-def weight_bytes(shape: str) -> int:
-    """Bytes of the weights that a step reads whole; of an untied embedding it reads a few rows only."""
+def weight_bytes(shape: str, num_rows: int = 1) -> float:
+    """Bytes of the weights that a step of so many rows reads; of an untied embedding it reads a few rows only.
+
+    Of experts it reads those that some row chose. How many that are is expected of a router that prefers none, as one
+    with random weights.
+    """
     from gapless.models.registry import hf_config
 
     config = hf_config(SHAPES[shape], None)
     sizes = _weight_sizes(shape)
     if not config.tie_embeddings:
         del sizes[f"{config.names.embedding}.weight"]
-    return BYTES_A_NUMBER * sum(sizes.values())
+    in_experts: int = sum(size for name, size in sizes.items() if EXPERT_NAME in name)
+    read = experts_read(SHAPES[shape], num_rows) / SHAPES[shape].get("num_experts", 1)
+    return float(BYTES_A_NUMBER * (sum(sizes.values()) - in_experts * (1 - read)))
+
+
+def experts_read(shape: dict[str, Any], num_rows: int) -> float:
+    """Experts of a layer that at least one of the rows chose, as expected; all of one where there are none."""
+    count = shape.get("num_experts", 1)
+    return float(count * (1 - (1 - shape.get("num_experts_per_tok", 1) / count) ** num_rows))
 
 
 def decode_bytes(work: Workload, prompts: Sequence[Sequence[int]]) -> float:
@@ -158,7 +191,7 @@ def decode_bytes(work: Workload, prompts: Sequence[Sequence[int]]) -> float:
     token_bytes = shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * shape["head_dim"] * BYTES_A_NUMBER
     pairs = zip(prompts, work.counts(), strict=True)
     num_read = sum((count - 1) * (len(prompt) + count / 2) for prompt, count in pairs)
-    return float(weight_bytes(work.shape) * (work.num_steps - 1) + token_bytes * num_read)
+    return float(weight_bytes(work.shape, work.max_num_rows) * (work.num_steps - 1) + token_bytes * num_read)
 
 
 def prefill_operations(work: Workload, prompts: Sequence[Sequence[int]]) -> float:
@@ -171,7 +204,9 @@ def prefill_operations(work: Workload, prompts: Sequence[Sequence[int]]) -> floa
     names, shape = hf_config(SHAPES[work.shape], None).names, SHAPES[work.shape]
     ends = {f"{names.embedding}.weight", f"{names.head}.weight"}
     sizes = _weight_sizes(work.shape, num_dims=2)
-    num_weights = sum(size for name, size in sizes.items() if name not in ends)
+    num_weights = sum(size for name, size in sizes.items() if name not in ends and EXPERT_NAME not in name)
+    chosen = shape.get("num_experts_per_tok", 0) / shape.get("num_experts", 1)
+    num_weights += chosen * sum(size for name, size in sizes.items() if EXPERT_NAME in name)
     num_pairs = sum(len(prompt) * (len(prompt) + 1) / 2 for prompt in prompts)
     attention = 4 * shape["num_attention_heads"] * shape["head_dim"] * shape["num_hidden_layers"] * num_pairs
     return float(2 * num_weights * sum(map(len, prompts)) + attention)

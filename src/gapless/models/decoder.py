@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gapless.models.config import ModelConfig
-from gapless.models.experts import Experts
-from gapless.models.layers import PLAIN, Hidden, Layers, Norm
+from gapless.models.layers import PLAIN, Hidden, Layers
 from gapless.models.reader import LayerReader, ReadWeight, read_last_norm
 from gapless.models.rope import RotaryRotation, RotaryTable
-from gapless.models.spec import AttentionSpec, LayerSpec, MlpSpec
+from gapless.models.spec import AttentionSpec, LayerSpec
 
 # attend(layer, heads, rotation) rotates q and k, stores k and v, and returns attention [n, num_heads * head_dim].
 # heads is [n, num_heads + 2 * num_kv_heads, head_dim]: q, k and v side by side.
@@ -91,7 +90,7 @@ class CausalLM:
 class DecoderLayer:
     """Attention and the MLP, each added to the stream."""
 
-    __slots__ = ("down", "gate_up", "head_norm", "index", "out", "qkv", "rope", "sinks", "spec", "view")
+    __slots__ = ("down", "experts", "gate_up", "head_norm", "index", "out", "qkv", "rope", "sinks", "spec", "view")
 
     def __init__(self, spec: LayerSpec, index: int, rope: int, weights: LayerReader, make: Layers) -> None:
         """rope: which of the tables."""
@@ -102,17 +101,13 @@ class DecoderLayer:
         before, after = weights.norms_before(), weights.norms_after()
         self.qkv = make.norm_linear(before[0], *weights.qkv())
         self.out = make.add_linear(*weights.out(), after[0])
-        self.gate_up, self.down = self._mlp(spec.mlp, weights, before[1], after[1], make)
-
-    def _mlp(
-        self, spec: MlpSpec, weights: LayerReader, before: Norm | None, after: Norm | None, make: Layers
-    ) -> tuple[Callable[[Hidden], Tensor], Callable[[Tensor, Hidden], Hidden]]:
-        """Its two halves: from the stream, and back to it."""
-        if spec.experts is None:
-            return make.norm_gated(before, weights.gate()), make.add_linear(*weights.down(), after)
-        norm = make.norm(before) if before is not None else lambda hidden: hidden.values
-        experts = Experts(spec.experts, norm, weights.router(), weights.experts())
-        return experts, lambda x, hidden: Hidden((x if after is None else after(x)).add_(hidden.values))
+        self.experts: Callable[[Hidden], Hidden] | None = None
+        if spec.mlp.experts is not None:
+            assert not spec.parallel
+            self.experts = make.experts(before[1], spec.mlp, weights.experts(), after[1])
+            return
+        self.gate_up = make.norm_gated(before[1], weights.gate())
+        self.down = make.add_linear(*weights.down(), after[1])
 
     def __call__(self, hidden: Hidden, turns: Sequence[Tensor], attend: AttendLayer) -> Hidden:
         inner = self.gate_up(hidden) if self.spec.parallel else None
@@ -122,6 +117,8 @@ class DecoderLayer:
             norm = None
         rotation = RotaryRotation(turns[self.rope], norm, self.spec.norm.eps, self.sinks)
         hidden = self.out(attend(self.index, heads, rotation), hidden)
+        if self.experts is not None:
+            return self.experts(hidden)
         return self.down(self.gate_up(hidden) if inner is None else inner, hidden)
 
 

@@ -9,20 +9,33 @@ import torch
 from torch import Tensor
 
 from gapless.kernels.cublas import library_product
+from gapless.kernels.products import Workspace
 from gapless.models.config import ModelConfig
-from gapless.models.layers import PlainLayers
-from gapless.models.spec import GENERAL_LAYERS, lacking
+from gapless.models.grouped_experts import GroupedExperts
+from gapless.models.layers import ExpertWeights, Hidden, Norm, PlainLayers
+from gapless.models.spec import GENERAL_LAYERS, MlpSpec, lacking
 from gapless.models.weight import Weight
 
 
 class GeneralLayers(PlainLayers):
     """Makes the parts."""
 
+    def __init__(self) -> None:
+        self._workspace: Workspace | None = None  # of experts
+
     @staticmethod
     def why_not(config: ModelConfig) -> str | None:
         """Why these parts do not make up the model, or None."""
         missing = lacking(config.features(), GENERAL_LAYERS)
         return None if missing is None else f"its layers have no {missing}"
+
+    def experts(
+        self, norm: Norm | None, spec: MlpSpec, weights: ExpertWeights, after: Norm | None = None
+    ) -> Callable[[Hidden], Hidden]:
+        assert after is None
+        if self._workspace is None:
+            self._workspace = Workspace(weights.router.dense().device)
+        return GroupedExperts(norm, spec, weights, self._workspace, library_product, fused=False)
 
     def linear(self, weight: Weight) -> Callable[[Tensor], Tensor]:
         data = weight.dense()

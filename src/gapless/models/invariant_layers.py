@@ -19,8 +19,10 @@ from gapless.kernels.order_free import embed_and_square, norm_scales, sum_square
 from gapless.kernels.products import Workspace, product
 from gapless.kernels.tilings import MAX_ROWS
 from gapless.models.config import ModelConfig
-from gapless.models.layers import PLAIN, GatedWeights, Hidden, Norm
+from gapless.models.grouped_experts import GroupedExperts
+from gapless.models.layers import PLAIN, ExpertWeights, GatedWeights, Hidden, Norm
 from gapless.models.skinny_layers import SkinnyLayers
+from gapless.models.spec import MlpSpec
 from gapless.models.weight import Weight
 
 
@@ -82,6 +84,12 @@ class InvariantLayers:
         if self._fits(data, bias, adds=True):
             return InvariantAdded(data, self._workspace)
         return lambda x, hidden: Hidden(hidden.values.add_(plain_product(x, data, bias)))
+
+    def experts(
+        self, norm: Norm | None, spec: MlpSpec, weights: ExpertWeights, after: Norm | None = None
+    ) -> Callable[[Hidden], Hidden]:
+        assert after is None
+        return GroupedExperts(norm, spec, weights, self._workspace, plain_product, fused=False, invariant=True)
 
     def linear(self, weight: Weight) -> Callable[[Tensor], Tensor]:
         data = weight.dense()

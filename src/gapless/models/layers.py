@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gapless.models.config import ModelConfig
+from gapless.models.experts import Experts
+from gapless.models.spec import MlpSpec
 from gapless.models.weight import GatedLinear, Linear, Weight, shared_scheme
 
 
@@ -54,6 +56,14 @@ class Layers(Protocol):
         The stream's old values are no longer used.
         """
 
+    def experts(
+        self, norm: Norm | None, spec: MlpSpec, weights: ExpertWeights, after: Norm | None = None
+    ) -> Callable[[Hidden], Hidden]:
+        """What the chosen experts make of the stream, normalized where there is a norm, added to it.
+
+        The stream's old values are no longer used.
+        """
+
     def linear(self, weight: Weight) -> Callable[[Tensor], Tensor]:
         """A product alone; on a GPU its sums stay as they are, float32."""
 
@@ -85,6 +95,24 @@ class GatedWeights:
     gate_bias: Tensor | None
     up_bias: Tensor | None
     activation: str = "silu"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeight:
+    """One expert."""
+
+    gate: GatedWeights
+    down: Weight
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The experts of a layer, and the router that chooses among them."""
+
+    router: Weight  # [count, hidden_size]
+    router_bias: Tensor | None
+    experts: tuple[ExpertWeight, ...]
 
 
 class PlainLayers:
@@ -123,8 +151,29 @@ class PlainLayers:
             return lambda x, hidden: Hidden(product.add(x, hidden.values))
         return lambda x, hidden: Hidden(norm(product(x)).add_(hidden.values))
 
+    def experts(
+        self, norm: Norm | None, spec: MlpSpec, weights: ExpertWeights, after: Norm | None = None
+    ) -> Callable[[Hidden], Hidden]:
+        assert spec.experts is not None
+        router = weights.router.scheme.linear(weights.router, weights.router_bias)
+        experts = Experts(spec.experts, router, [_products(expert) for expert in weights.experts])
+
+        def apply(hidden: Hidden) -> Hidden:
+            x = experts(hidden.values if norm is None else norm(hidden.values))
+            return Hidden((x if after is None else after(x)).add_(hidden.values))
+
+        return apply
+
     def linear(self, weight: Weight) -> Callable[[Tensor], Tensor]:
         return weight.scheme.linear(weight, None)
+
+
+def _products(expert: ExpertWeight) -> tuple[GatedLinear, Linear]:
+    gate = expert.gate
+    assert gate.gate is not None
+    scheme = shared_scheme((gate.gate, gate.up))
+    inner = scheme.gated(gate.gate, gate.up, (gate.gate_bias, gate.up_bias), gate.activation)
+    return inner, expert.down.scheme.linear(expert.down, expert.down_bias)
 
 
 def _after_norm(norm: Norm | None, product: Linear | GatedLinear) -> Callable[[Hidden], Tensor]:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from gapless.models.config import ModelConfig
-from gapless.models.experts import ExpertWeights
-from gapless.models.layers import GatedWeights, Norm
+from gapless.models.layers import ExpertWeight, ExpertWeights, GatedWeights, Norm
 from gapless.models.names import WeightNames
 from gapless.models.rope import head_order
 from gapless.models.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
@@ -73,24 +72,24 @@ class LayerReader:
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
         return GatedWeights(gate, up, gate_bias, up_bias, spec.activation)
 
-    def router(self) -> tuple[Weight, Tensor | None]:
-        assert self._spec.mlp.experts is not None
-        return self._linear(self.names.router, self._spec.mlp.experts.router_bias)
-
-    def experts(self) -> list[ExpertWeights]:
-        """All of them, one after the other."""
+    def experts(self) -> ExpertWeights:
+        """All of them, one after the other, and their router."""
         spec, names = self._spec.mlp, self.names
         assert spec.experts is not None
-        if names.experts_in_columns:
-            return self._experts_in_columns(spec)
+        router, bias = self._linear(names.router, spec.experts.router_bias)
+        found = self._experts_in_columns(spec) if names.experts_in_columns else self._experts_in_rows(spec)
+        return ExpertWeights(router, bias, tuple(found))
+
+    def _experts_in_rows(self, spec: MlpSpec) -> list[ExpertWeight]:
+        names = self.names
         gates, ups, downs = (self._of_experts(n) for n in (names.expert_gate, names.expert_up, names.expert_down))
         found = []
         for (gate, gate_bias), (up, up_bias), (down, down_bias) in zip(gates, ups, downs, strict=True):
             inner = GatedWeights(gate, up, gate_bias, up_bias, spec.activation)
-            found.append(ExpertWeights(inner, down, down_bias))
+            found.append(ExpertWeight(inner, down, down_bias))
         return found
 
-    def _experts_in_columns(self, spec: MlpSpec) -> list[ExpertWeights]:
+    def _experts_in_columns(self, spec: MlpSpec) -> list[ExpertWeight]:
         (both, bias), (down, down_bias) = (
             self._columns(name) for name in (self.names.expert_up, self.names.expert_down)
         )
@@ -99,7 +98,7 @@ class LayerReader:
         for number, weight in enumerate(both):
             gate, up = (weight.scheme.rows(weight, rows) for rows in (places[::2], places[1::2]))
             inner = GatedWeights(gate, up, bias[number, ::2], bias[number, 1::2], spec.activation)
-            found.append(ExpertWeights(inner, down[number], down_bias[number]))
+            found.append(ExpertWeight(inner, down[number], down_bias[number]))
         return found
 
     def _columns(self, name: str) -> tuple[list[Weight], Tensor]:

@@ -19,8 +19,9 @@ from gapless.kernels.fused import rms_norm, silu_mul
 from gapless.kernels.products import Workspace, embed, product, tiling_for
 from gapless.kernels.tilings import MAX_ROWS
 from gapless.models.config import ModelConfig
-from gapless.models.layers import PLAIN, GatedWeights, Hidden, Norm
-from gapless.models.spec import FUSED_LAYERS, lacking
+from gapless.models.grouped_experts import GroupedExperts
+from gapless.models.layers import PLAIN, ExpertWeights, GatedWeights, Hidden, Norm
+from gapless.models.spec import FUSED_LAYERS, MlpSpec, lacking
 from gapless.models.weight import Weight
 
 
@@ -77,6 +78,12 @@ class SkinnyLayers:
     ) -> Callable[[Tensor, Hidden], Hidden]:
         assert norm is None
         return SkinnyAdded(weight.dense(), bias, self._workspace, self._plain, fused=self._fused)
+
+    def experts(
+        self, norm: Norm | None, spec: MlpSpec, weights: ExpertWeights, after: Norm | None = None
+    ) -> Callable[[Hidden], Hidden]:
+        assert after is None
+        return GroupedExperts(norm, spec, weights, self._workspace, self._plain, fused=self._fused)
 
     def linear(self, weight: Weight) -> Callable[[Tensor], Tensor]:
         data = weight.dense()

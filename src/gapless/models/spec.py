@@ -45,9 +45,9 @@ KERNELS = frozenset(  # attention by our kernels for GPUs
 INVARIANT_KERNELS = frozenset({Feature.SCALE})  # by our batch-invariant ones
 LIBRARY_KERNELS = frozenset({Feature.SCALE})  # by libraries, as we call them
 FUSED_LAYERS = frozenset(  # for GPUs
-    {Feature.MIXED_ROPES, Feature.MIXED_SIZES, Feature.EMBEDDING_SCALE, Feature.LOGIT_CAP}
+    {Feature.MIXED_ROPES, Feature.MIXED_SIZES, Feature.EMBEDDING_SCALE, Feature.LOGIT_CAP, Feature.EXPERTS}
 )
-GENERAL_LAYERS = frozenset(Feature) - {Feature.EXPERTS}  # for GPUs, by torch
+GENERAL_LAYERS = frozenset(Feature)  # for GPUs, by torch
 NATIVE = frozenset(Feature) - {Feature.EXPERTS, Feature.MIXED_SIZES}  # the CPU's step in C++
 
 

@@ -1,0 +1,225 @@
+"""Experts on an NVIDIA GPU, launched: from the router's logits to what the chosen experts add to the stream.
+
+Of few rows the time is that of reading the chosen experts' weights, each once. A single row has two kernels of its own.
+More rows are grouped by expert on the device, so a captured step routes anew at each replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from gapless.kernels import experts
+from gapless.kernels.launch import pdl, shared_memory_bytes
+from gapless.kernels.products import SPARE_BYTES, SQUARES_TILES
+from gapless.kernels.tilings import MAX_ROWS
+
+COMBINED = 512  # columns that one program adds up
+ONE_COLUMNS, ONE_INNER = 8, 256  # a tile of `down_of_one`
+ONE_EARLY = 12  # tiles that one of its programs requests before it waits
+ONE_TILES = 64  # that it takes in all, each of them code of its own
+ONE_REGISTERS = {"maxnreg": 128}  # so that two programs fit on a core, and all run at once
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiling:
+    """How products of grouped pairs are cut."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTilings:
+    """Of gate and up, and of down."""
+
+    gate: ExpertTiling
+    down: ExpertTiling
+
+
+ONE_ROW = ExpertTiling(16, 32, 128, num_stages=5)
+FEW = ExpertTilings(ExpertTiling(16, 32, 128, num_stages=5), ExpertTiling(16, 64, 128, num_stages=4))
+SOME = ExpertTilings(ExpertTiling(64, 64, 64), ExpertTiling(64, 128, 64))
+MANY = ExpertTilings(ExpertTiling(128, 128, 64, 8, 4), ExpertTiling(128, 128, 64, 8, 4))
+INVARIANT = ExpertTilings(ExpertTiling(64, 64, 64), ExpertTiling(64, 64, 64))  # for any number of rows
+EXACT = ExpertTilings(ExpertTiling(16, 32, 32, num_stages=2), ExpertTiling(16, 32, 32, num_stages=2))  # float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertStack:
+    """The weights of all experts of one layer, and how the router chooses among them."""
+
+    both: Tensor  # [count, 2 * inner, hidden]: gate, then up
+    down: Tensor  # [count, hidden, inner]
+    both_bias: Tensor | None  # [count, 2 * inner]
+    down_bias: Tensor | None  # [count, hidden]
+    router_bias: Tensor | None  # [count]
+    num_chosen: int
+    is_normalized: bool  # shares of the chosen add up to 1
+    is_clamped: bool  # the activation of GPT-OSS, in place of SiLU
+
+    @property
+    def count(self) -> int:
+        return len(self.both)
+
+    def constants(self) -> dict[str, Any]:
+        count = len(self.both)
+        return {"E": count, "BLOCK_E": triton.next_power_of_2(count), "TOP": self.num_chosen}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStream:
+    """The residual stream that experts read and add to, and the sums of squares that kernels leave for norms."""
+
+    values: Tensor  # [n, hidden]
+    squares: Tensor  # of the workspace
+    num_squares: int  # sums for each row; 0: x is normalized already
+    eps: float
+
+
+def tilings_for(num_rows: int, stack: ExpertStack, *, invariant: bool) -> ExpertTilings:
+    """By the mean number of rows of an expert."""
+    if stack.both.dtype == torch.float32:
+        return EXACT
+    if invariant:
+        return INVARIANT
+    mean = num_rows * stack.num_chosen / stack.count
+    return FEW if mean <= 16 else SOME if mean <= 96 else MANY
+
+
+def add_experts(
+    x: Tensor, logits: Tensor, stack: ExpertStack, stream: ExpertStream, counts: Tensor, *, invariant: bool = False
+) -> int:
+    """Add what the chosen experts make of x [n, hidden] to the stream, in place. How many sums of squares are left.
+
+    logits [n, count] float32 of the router. counts [count] int32, zero, and zero again afterwards.
+    """
+    if len(x) == 1 and not invariant and _fits_one(stack):
+        return _add_of_one(x, logits, stack, stream)
+    num_rows, size = x.shape
+    tilings = tilings_for(num_rows, stack, invariant=invariant)
+    num_pairs = num_rows * stack.num_chosen
+    members = torch.empty(stack.count, num_rows, dtype=torch.int32, device=x.device)
+    shares = torch.empty(num_pairs, dtype=torch.float32, device=x.device)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    bias, has_bias = _or(stack.router_bias, logits)
+    experts.route[(num_rows,)](
+        logits, bias, counts, members, shares, stream.squares, scales, num_rows, stream.num_squares, stream.eps,
+        K=size, NORMALIZED=stack.is_normalized, HAS_BIAS=has_bias, **_norm(stream), **stack.constants(),
+        num_warps=4, **pdl(),
+    )  # fmt: skip
+    lists = (counts, members)
+    inner = _grouped(x, stack, tilings.gate, stream, lists, scales, num_rows, gated=True)
+    parts = _grouped(inner, stack, tilings.down, stream, lists, shares, num_rows, gated=False)
+    return _combine(parts, stack, stream, counts)
+
+
+def _grouped(
+    x: Tensor,
+    stack: ExpertStack,
+    tiling: ExpertTiling,
+    stream: ExpertStream,
+    lists: tuple[Tensor, Tensor],
+    factors: Tensor,
+    num_rows: int,
+    *,
+    gated: bool,
+) -> Tensor:
+    """One product of all pairs: into gate and up, activated, or down from there."""
+    weight, bias = (stack.both, stack.both_bias) if gated else (stack.down, stack.down_bias)
+    columns = weight.shape[1] // 2 if gated else weight.shape[1]
+    num_pairs = num_rows * stack.num_chosen
+    dtype = x.dtype if gated or num_rows > MAX_ROWS else torch.float32
+    out = torch.empty(num_pairs, columns, dtype=dtype, device=x.device)
+    num_tiles = min(num_pairs, triton.cdiv(num_pairs, tiling.block_m) + stack.count)
+    _launch_grouped((num_tiles,), x, weight, bias, out, lists, factors, x, stack, stream, num_rows, tiling, gated=gated)
+    return out
+
+
+def _launch_grouped(
+    num_tiles: tuple[int],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lists: tuple[Tensor, Tensor],
+    factors: Tensor,
+    logits: Tensor,
+    stack: ExpertStack,
+    stream: ExpertStream,
+    num_rows: int,
+    tiling: ExpertTiling,
+    *,
+    gated: bool,
+    one: bool = False,
+) -> None:
+    columns, inner = out.shape[1], weight.shape[2]
+    stage_bytes = x.element_size() * tiling.block_k * (tiling.block_m + tiling.block_n * (2 if gated else 1))
+    limit = shared_memory_bytes()
+    fitting = tiling.num_stages if limit is None else max(1, (limit - SPARE_BYTES) // stage_bytes)
+    router_bias, has_router_bias = _or(stack.router_bias, logits)
+    bias, has_bias = _or(bias, out)
+    shape = _norm(stream) | {"NORM": gated and stream.num_squares > 0}
+    experts.grouped[(*num_tiles, triton.cdiv(columns, tiling.block_n))](
+        x, weight, bias, out, *lists, factors, logits, router_bias, stream.squares, num_rows, stream.num_squares,
+        stream.eps, N=columns, K=inner, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+        GATED=gated, CLAMPED=stack.is_clamped, HAS_BIAS=has_bias, ROUTER_BIAS=has_router_bias, ONE=one,
+        NORMALIZED=stack.is_normalized, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **shape,
+        **stack.constants(), num_warps=tiling.num_warps, num_stages=min(tiling.num_stages, fitting), **pdl(),
+    )  # fmt: skip
+
+
+def _combine(parts: Tensor, stack: ExpertStack, stream: ExpertStream, counts: Tensor) -> int:
+    num_rows, size = stream.values.shape
+    num_tiles = triton.cdiv(size, COMBINED)
+    leaves = num_rows <= MAX_ROWS
+    experts.combine[(num_rows, num_tiles)](
+        parts, stream.values, counts, stream.squares, N=size, BLOCK_N=min(COMBINED, triton.next_power_of_2(size)),
+        SQUARES=leaves, SQUARES_STRIDE=MAX_ROWS, **stack.constants(), num_warps=4, **pdl(),
+    )  # fmt: skip
+    return num_tiles if leaves else 0
+
+
+def _fits_one(stack: ExpertStack) -> bool:
+    """Whether the kernel for one row can take `down`."""
+    count, size, inner = stack.down.shape
+    if count > 256 or stack.num_chosen > 8 or stack.down_bias is not None:
+        return False
+    divides = size % ONE_COLUMNS == 0 and inner % ONE_INNER == 0 and size // ONE_COLUMNS <= SQUARES_TILES
+    return divides and stack.num_chosen * inner // ONE_INNER <= ONE_TILES
+
+
+def _add_of_one(x: Tensor, logits: Tensor, stack: ExpertStack, stream: ExpertStream) -> int:
+    """The same for one row, in two kernels, each of which ranks the logits."""
+    _, size, columns = stack.down.shape
+    inner = torch.empty(stack.num_chosen, columns, dtype=x.dtype, device=x.device)
+    _launch_grouped(
+        (stack.num_chosen,), x, stack.both, stack.both_bias, inner, (logits, logits), logits, logits, stack, stream,
+        1, ONE_ROW, gated=True, one=True,
+    )  # fmt: skip
+    router_bias, has_router_bias = _or(stack.router_bias, logits)
+    num_tiles = size // ONE_COLUMNS
+    experts.down_of_one[(num_tiles,)](
+        inner, stack.down, stream.values, logits, router_bias, stream.squares,
+        N=size, K=columns, BLOCK_N=ONE_COLUMNS, BLOCK_K=ONE_INNER, EARLY=min(ONE_EARLY, inner.numel() // ONE_INNER),
+        ROUTER_BIAS=has_router_bias, SQUARES_STRIDE=MAX_ROWS, **stack.constants(), num_warps=8, **pdl(),
+        **ONE_REGISTERS,
+    )  # fmt: skip
+    return num_tiles
+
+
+def _norm(stream: ExpertStream) -> dict[str, Any]:
+    most = triton.next_power_of_2(max(stream.num_squares, 1))
+    return {"NORM": stream.num_squares > 0, "MAX_SQUARES": most, "SQUARES_STRIDE": MAX_ROWS}
+
+
+def _or(wanted: Tensor | None, other: Tensor) -> tuple[Tensor, bool]:
+    """A tensor that may be missing, and whether it is there: kernels need some address."""
+    return (other, False) if wanted is None else (wanted, True)

@@ -1,0 +1,116 @@
+"""Experts on a GPU: the weights of all experts of a layer as two stacks, of which kernels read the chosen ones.
+
+Nothing asks the device for a number, so steps with experts can be captured. Knows the norm and the router around the
+experts; kernels/expert_products groups the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gapless.kernels.expert_products import ExpertStack, ExpertStream, add_experts
+from gapless.kernels.fused import rms_norm
+from gapless.kernels.products import Workspace, product, tiling_for
+from gapless.models.layers import ExpertWeights, Hidden, Norm
+from gapless.models.spec import MlpSpec
+
+
+class RouterProduct(Protocol):
+    """x [m, in], weight [out, in] -> [m, out] in the dtype."""
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor: ...
+
+
+class GroupedExperts:
+    """The stream plus what its experts make of it, normalized before.
+
+    fused: the norm's weight is folded into router and experts, and its factors come from the sums of squares that the
+    product before left behind; the sums for the next norm are left likewise.
+    """
+
+    def __init__(
+        self,
+        norm: Norm | None,
+        spec: MlpSpec,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        plain: RouterProduct,
+        *,
+        fused: bool,
+        invariant: bool = False,
+    ) -> None:
+        self._norm = norm
+        self._folds = fused and norm is not None and norm.kind == "rms"
+        self._router = self._folded(weights.router.dense())
+        self._stack = self._stacked(spec, weights)
+        self._counts = torch.zeros(len(self._router), dtype=torch.int32, device=self._router.device)
+        if self._folds:
+            assert norm is not None
+            self._norm = Norm(torch.ones_like(norm.weight), norm.eps)
+        self._workspace, self._plain, self._invariant = workspace, plain, invariant
+
+    def _folded(self, weight: Tensor) -> Tensor:
+        if not self._folds:
+            return weight
+        assert self._norm is not None
+        return (weight.float() * self._norm.weight.float()).to(weight.dtype)
+
+    def _stacked(self, spec: MlpSpec, weights: ExpertWeights) -> ExpertStack:
+        """One expert at a time: all of a layer, twice, would be gigabytes."""
+        assert spec.experts is not None
+        first = weights.experts[0]
+        count, (size, hidden) = len(weights.experts), first.gate.up.dense().shape
+        make = self._router.new_empty
+        both, down = make(count, 2 * size, hidden), make(count, hidden, size)
+        both_bias, down_bias = (make(count, 2 * size), make(count, hidden)) if spec.bias else (None, None)
+        for number, expert in enumerate(weights.experts):
+            gate = expert.gate
+            assert gate.gate is not None
+            both[number, :size], both[number, size:] = self._folded(gate.gate.dense()), self._folded(gate.up.dense())
+            down[number] = expert.down.dense()
+            if both_bias is not None and down_bias is not None:
+                assert gate.gate_bias is not None
+                assert gate.up_bias is not None
+                assert expert.down_bias is not None
+                both_bias[number, :size], both_bias[number, size:] = gate.gate_bias, gate.up_bias
+                down_bias[number] = expert.down_bias
+        choice = spec.experts
+        return ExpertStack(
+            both,
+            down,
+            both_bias,
+            down_bias,
+            weights.router_bias,
+            num_chosen=choice.num_chosen,
+            is_normalized=choice.is_normalized,
+            is_clamped=spec.activation == "clamped",
+        )
+
+    def __call__(self, hidden: Hidden) -> Hidden:
+        x, num_squares = hidden.values, hidden.num_squares if self._folds else 0
+        tiling = tiling_for(len(x), *self._router.shape) if num_squares else None
+        eps = 0.0 if self._norm is None else self._norm.eps
+        if tiling is not None:
+            logits = product(
+                x, self._router, self._workspace, tiling, num_squares=num_squares, eps=eps, dtype=torch.float32
+            )
+            stream = ExpertStream(x, self._workspace.squares, num_squares, eps)
+        else:
+            x = self._normalized(hidden)
+            logits = self._plain(x, self._router, dtype=torch.float32)
+            stream = ExpertStream(hidden.values, self._workspace.squares, 0, eps)
+        left = add_experts(x, logits, self._stack, stream, self._counts, invariant=self._invariant)
+        return Hidden(hidden.values, num_squares=left if self._folds else 0)
+
+    def _normalized(self, hidden: Hidden) -> Tensor:
+        """Any addend is added to the stream first."""
+        if self._norm is not None and self._norm.kind == "rms":
+            return rms_norm(hidden.values, self._norm.weight, self._norm.eps, hidden.addend)
+        if hidden.addend is not None:
+            hidden.values.add_(hidden.addend)
+        return hidden.values if self._norm is None else self._norm(hidden.values)
