@@ -1,7 +1,7 @@
 """A device of plain arrays, a model whose next token depends on every earlier one, and a driver for the scheduler.
 
 The fake's KV cache holds the tokens themselves. A sample reads a row's whole history back through its block table, so
-that a wrong row, block, position or order shows as a wrong token.
+that a wrong row, block, position or order shows as a wrong token. The first group of layers must see everything.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class FakeExecutor:
     def __init__(self, limits: Limits, failures: Container[int] = ()) -> None:
         self._failures = failures
         self._size = limits.block_size
-        self._kv = np.full((limits.num_blocks, limits.block_size), -1)
-        self._tables = np.full((limits.num_rows, limits.max_blocks), -1)
+        self._kv = np.full((limits.num_blocks + 1, limits.block_size), -1)  # the last has no owner
+        self._windows = limits.windows
+        self._tables = np.full((limits.num_groups, limits.num_rows, limits.max_blocks), -1)
         self._length = np.zeros(limits.num_rows, int)
         self._last = np.full(limits.num_rows, -1)
         self._masks = np.ones((limits.num_rows, VOCAB), bool)
@@ -108,8 +109,8 @@ class FakeExecutor:
             return StepFailed(f"step {plan.step}")
         if not plan.is_split:
             self._masks[plan.seat_rows] = True
-        for row, index, block in plan.new_blocks.tolist():
-            self._tables[row, index] = block
+        for row, index, *blocks in plan.new_blocks.tolist():
+            self._tables[:, row, index] = blocks
         decoded = [self._decode(row, width, plan.step) for row, width in decode_segments(plan)]
         for chunk in plan.chunks:
             self._feed(chunk.row, chunk.start, chunk.tokens)
@@ -147,12 +148,23 @@ class FakeExecutor:
 
     def _feed(self, row: int, start: int, tokens: Sequence[int]) -> None:
         for position, token in enumerate(tokens, start):
-            self._kv[self._tables[row, position // self._size], position % self._size] = token
+            for table in self._tables:
+                self._kv[table[row, position // self._size], position % self._size] = token
         self._length[row] = start + len(tokens)
 
     def _history(self, row: int) -> list[int]:
+        """As the first group has it; where a group with a window has other tokens, those count."""
         length = self._length[row]
-        return self._kv[self._tables[row, : -(-length // self._size)]].reshape(-1)[:length].tolist()
+        found = self._read(0, row, length)
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                seen = min(window, length)
+                found[length - seen :] = self._read(group, row, length)[length - seen :]
+        return found
+
+    def _read(self, group: int, row: int, length: int) -> list[int]:
+        blocks = self._tables[group, row, : -(-length // self._size)]
+        return self._kv[blocks].reshape(-1)[:length].tolist()
 
 
 def decode_segments(plan: Plan) -> list[tuple[int, int]]:
@@ -292,7 +304,7 @@ def check_plan(plan: Plan, limits: Limits) -> None:
     assert set(plan.seat_rows.tolist()) <= set(rows)
     assert set(plan.new_blocks[:, 0].tolist()) <= set(rows), "a block for a row that is not in the step"
     assert plan.sample_rows.tolist() == plan.decode_rows.tolist() + [c.row for c in plan.chunks if c.samples]
-    assert len({(row, index) for row, index, _ in plan.new_blocks.tolist()}) == len(plan.new_blocks)
+    assert len({(row, index) for row, index, *_ in plan.new_blocks.tolist()}) == len(plan.new_blocks)
     assert plan.num_scores <= plan.num_tokens
     for chunk in plan.chunks:
         scored_to = chunk.scored_from + len(chunk.targets)

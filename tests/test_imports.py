@@ -58,6 +58,7 @@ LAW: dict[str, tuple[str, ...]] = {
             "core.processor",
             "core.request",
             "core.row_fields",
+            "core.windows",
         ),
         *("device", "attention", "models", "kernels", "native", "config", "errors", "garbage"),
     ),

@@ -74,13 +74,13 @@ class ToyAttention:
 
     def begin(self, batch: AttentionBatch) -> Attend:
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-            self._pool[batch.slots] = heads.long()
-            decodes = zip(batch.blocks[batch.decode_rows], batch.decode_lengths, strict=True)
+            self._pool[batch.slots[0]] = heads.long()
+            decodes = zip(batch.tables[0][batch.decode_rows], batch.decode_lengths, strict=True)
             out = torch.zeros_like(heads, dtype=torch.int64)
             for i, (table, length) in enumerate(decodes):
                 out[i] = self._terms(table)[:length].sum()
             starts, ends = batch.chunk_starts, batch.chunk_ends
-            chunks = zip(batch.blocks[batch.chunk_rows], batch.chunk_offsets, starts, ends, strict=True)
+            chunks = zip(batch.tables[0][batch.chunk_rows], batch.chunk_offsets, starts, ends, strict=True)
             for table, offset, start, end in chunks:
                 out[offset : offset + end - start] = self._terms(table)[:end].cumsum(0)[start:]
             return out

@@ -62,8 +62,8 @@ def make_batch(shape: Shape, generator: torch.Generator) -> tuple[AttentionBatch
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
     batch = AttentionBatch(
-        slots=blocks[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
-        blocks=blocks,
+        slots=(blocks[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,),
+        tables=(blocks,),
         decode_rows=torch.arange(num_decodes, device=DEVICE),
         decode_lengths=torch.tensor(shape.decode_lengths, dtype=torch.int64, device=DEVICE),
         max_decode_length=max(shape.decode_lengths, default=0),

@@ -29,7 +29,7 @@ ENTRIES, ROOM, PADDING = 6, 40, 2 * BLOCK_SIZE
 
 def as_data(batch: AttentionBatch, scratch: int) -> AttentionBatch:
     """The batch with empty entries, a bound on its tokens, padding whose keys go to `scratch`, and no host numbers."""
-    num_tokens, missing = len(batch.slots), ENTRIES - len(batch.chunk_rows)
+    num_tokens, missing = len(batch.slots[0]), ENTRIES - len(batch.chunk_rows)
 
     def longer(values: torch.Tensor, filler: int) -> torch.Tensor:
         packed = torch.full((1 + ENTRIES,), filler, dtype=torch.int32, device=DEVICE)
@@ -40,7 +40,7 @@ def as_data(batch: AttentionBatch, scratch: int) -> AttentionBatch:
     assert missing > 0
     return replace(
         batch,
-        slots=torch.cat((batch.slots, padding)),
+        slots=(torch.cat((batch.slots[0], padding)),),
         num_chunk_tokens=batch.num_chunk_tokens + ROOM,
         chunk_rows=longer(batch.chunk_rows, 0),
         chunk_offsets=longer(batch.chunk_offsets, num_tokens),
@@ -55,7 +55,7 @@ def test_equals_reference(name: str) -> None:
     shape = SHAPES[name]
     generator = torch.Generator().manual_seed(len(name))
     batch, num_slots = make_batch(shape, generator)
-    num_tokens = len(batch.slots)
+    num_tokens = len(batch.slots[0])
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).to(DEVICE)
@@ -68,7 +68,7 @@ def test_equals_reference(name: str) -> None:
     true = RotaryRotation(angles[:num_tokens], weight, 1e-5)
     reference = ReferenceAttention(pools[:1], BLOCK_SIZE, [shape.spec()])
     expected = reference.begin(batch)(0, heads[:num_tokens], true)
-    attention = TritonAttention(pools[1:], BLOCK_SIZE, [shape.spec()], len(batch.blocks), shape.num_cores)
+    attention = TritonAttention(pools[1:], BLOCK_SIZE, [shape.spec()], len(batch.tables[0]), shape.num_cores)
     found = attention.begin(as_data(batch, num_slots))(0, heads, RotaryRotation(angles, weight, 1e-5))
     torch.testing.assert_close(found[:num_tokens], expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(pools[1][:num_slots], pools[0][:num_slots], atol=1e-5, rtol=1e-5)

@@ -46,13 +46,13 @@ class Scene:
             return torch.randn(*size, generator=generator)
 
         pool = draw(num_slots, 2 * shape.num_kv_heads, shape.head_dim)
-        heads = draw(len(batch.slots), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        heads = draw(len(batch.slots[0]), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
         weight = draw(shape.num_heads + shape.num_kv_heads, shape.head_dim) if shape.norm else None
-        rotation = RotaryRotation(draw(len(batch.slots), 2, shape.head_dim), weight, 1e-5)
+        rotation = RotaryRotation(draw(len(batch.slots[0]), 2, shape.head_dim), weight, 1e-5)
         return cls(batch, shape, heads, rotation, [pool.clone(), pool.clone()])
 
     def library(self, decode: str | None, chunks: str | None) -> Attention:
-        own = TritonAttention(self.pools[:1], BLOCK_SIZE, [self.shape.spec(scale=0.3)], len(self.batch.blocks), 4)
+        own = TritonAttention(self.pools[:1], BLOCK_SIZE, [self.shape.spec(scale=0.3)], len(self.batch.tables[0]), 4)
         kernels = {name: LIBRARIES[name].load(0.3, DEVICE) for name in (decode, chunks) if name is not None}
         return LibraryAttention(own, BLOCK_SIZE, decode=kernels.get(decode or ""), chunks=kernels.get(chunks or ""))
 

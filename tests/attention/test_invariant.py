@@ -26,7 +26,7 @@ LONG = [
 def test_equals_reference(shape: Shape, spreads: bool) -> None:
     generator = torch.Generator().manual_seed(len(shape.decode_lengths) * 31 + shape.head_dim)
     batch, num_slots = make_batch(shape, generator)
-    num_tokens = len(batch.slots)
+    num_tokens = len(batch.slots[0])
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).to(DEVICE)
@@ -37,7 +37,7 @@ def test_equals_reference(shape: Shape, spreads: bool) -> None:
     rotation = RotaryRotation(draw(num_tokens, 2, shape.head_dim), weight, 1e-5)
     pools = [pool.clone(), pool.clone()]
     expected = ReferenceAttention(pools[:1], BLOCK_SIZE, [shape.spec()]).begin(batch)(0, heads, rotation)
-    num_rows = len(batch.blocks)
+    num_rows = len(batch.tables[0])
     num_cores = shape.num_cores if spreads else 0
     found = InvariantAttention(pools[1:], BLOCK_SIZE, [shape.spec()], num_rows, num_cores, 4096)
     assert (found.num_splits(1) > 1) is spreads
@@ -74,8 +74,8 @@ def test_a_token_does_not_know_its_neighbours() -> None:
         ints = {name: torch.tensor([value], dtype=torch.int32, device=DEVICE) for name, value in
                 {"rows": 0, "offsets": len(decodes), "starts": start, "ends": length}.items()}  # fmt: skip
         batch = AttentionBatch(
-            slots=blocks[0, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE,
-            blocks=blocks,
+            slots=(blocks[0, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE,),
+            tables=(blocks,),
             decode_rows=torch.zeros(len(decodes), dtype=torch.int64, device=DEVICE),
             decode_lengths=torch.tensor(decodes, dtype=torch.int64, device=DEVICE) + 1,
             max_decode_length=length,

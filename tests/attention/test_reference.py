@@ -106,8 +106,8 @@ class World:
             return torch.tensor(values, dtype=torch.int32)
 
         return AttentionBatch(
-            slots=torch.tensor([self.slot(*place) for place in places]),
-            blocks=self.blocks,
+            slots=(torch.tensor([self.slot(*place) for place in places]),),
+            tables=(self.blocks,),
             decode_rows=torch.arange(num_decodes),
             decode_lengths=torch.tensor(case.decode_lengths, dtype=torch.int64),
             max_decode_length=max(case.decode_lengths, default=0),

@@ -55,10 +55,10 @@ def test_equals_reference(shape: Shape, options: dict[str, Any], dtype: torch.dt
         return torch.randn(*size, generator=generator).to(DEVICE, dtype)
 
     pool = draw(num_slots, 2 * shape.num_kv_heads, shape.head_dim)
-    heads = draw(len(batch.slots), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+    heads = draw(len(batch.slots[0]), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
     weight = draw(shape.num_heads + shape.num_kv_heads, shape.head_dim) if shape.norm else None
     sinks = draw(shape.num_heads) * 2 if spec.sinks else None
-    rotation = RotaryRotation(draw(len(batch.slots), 2, shape.head_dim), weight, 1e-5, sinks)
+    rotation = RotaryRotation(draw(len(batch.slots[0]), 2, shape.head_dim), weight, 1e-5, sinks)
     exact = RotaryRotation(
         rotation.cos_sin.float(),
         None if weight is None else weight.float(),
@@ -68,7 +68,7 @@ def test_equals_reference(shape: Shape, options: dict[str, Any], dtype: torch.dt
     expected = ReferenceAttention([pool.float()], BLOCK_SIZE, [spec]).begin(batch)(0, heads.float(), exact)
     others = [shape.spec(), spec]  # layers may differ
     attention = TritonAttention(
-        [pool, unseen_is_poison(pool, batch, shape, spec)], BLOCK_SIZE, others, len(batch.blocks), shape.num_cores
+        [pool, unseen_is_poison(pool, batch, shape, spec)], BLOCK_SIZE, others, len(batch.tables[0]), shape.num_cores
     )
     assert TritonAttention.why_not(others) is None
     limit = 1e-4 if dtype == torch.float32 else 0.02
@@ -87,7 +87,7 @@ def unseen_is_poison(pool: torch.Tensor, batch: AttentionBatch, shape: Shape, sp
     found = torch.full_like(pool, float("nan")).view(-1, BLOCK_SIZE, *pool.shape[1:])
     ends = [*shape.decode_lengths, *(start + count for start, count in shape.chunks)]
     whole = pool.view(found.shape)
-    for table, first, end in zip(batch.blocks, first_seen(shape, spec), ends, strict=True):
+    for table, first, end in zip(batch.tables[0], first_seen(shape, spec), ends, strict=True):
         seen = table[first // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
         found[seen] = whole[seen]
         if end % BLOCK_SIZE:
@@ -97,7 +97,7 @@ def unseen_is_poison(pool: torch.Tensor, batch: AttentionBatch, shape: Shape, sp
 
 def without_unseen(batch: AttentionBatch, shape: Shape, spec: AttentionSpec) -> AttentionBatch:
     """The batch with tables that know no block before the windows."""
-    blocks = batch.blocks.clone()
+    blocks = batch.tables[0].clone()
     for row, first in enumerate(first_seen(shape, spec)):
         blocks[row, : first // BLOCK_SIZE] = NOWHERE
-    return replace(batch, blocks=blocks)
+    return replace(batch, tables=(blocks,))

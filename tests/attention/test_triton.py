@@ -21,7 +21,7 @@ from gapless.models.rope import RotaryRotation
 def test_equals_reference(shape: Shape) -> None:
     generator = torch.Generator().manual_seed(len(shape.decode_lengths) * 31 + shape.head_dim)
     batch, num_slots = make_batch(shape, generator)
-    num_tokens = len(batch.slots)
+    num_tokens = len(batch.slots[0])
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).to(DEVICE)
@@ -32,7 +32,7 @@ def test_equals_reference(shape: Shape) -> None:
     rotation = RotaryRotation(draw(num_tokens, 2, shape.head_dim), weight, 1e-5)
     pools = [pool.clone(), pool.clone()]
     expected = ReferenceAttention(pools[:1], BLOCK_SIZE, [shape.spec()]).begin(batch)(0, heads, rotation)
-    triton = TritonAttention(pools[1:], BLOCK_SIZE, [shape.spec()], len(batch.blocks), shape.num_cores)
+    triton = TritonAttention(pools[1:], BLOCK_SIZE, [shape.spec()], len(batch.tables[0]), shape.num_cores)
     attend = triton.begin(batch)
     for _ in range(2):  # the second time finds the counters as the first left them
         found = attend(0, heads, rotation)
@@ -103,8 +103,8 @@ def test_keys_that_all_tokens_see_need_no_mask(head_dim: int) -> None:
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, head_dim, generator=generator).to(DEVICE, torch.float16)
 
-    pool, heads = draw(num_slots, 4), draw(len(batch.slots), 8)
-    rotation = RotaryRotation(draw(len(batch.slots), 2), None, 1e-5)
+    pool, heads = draw(num_slots, 4), draw(len(batch.slots[0]), 8)
+    rotation = RotaryRotation(draw(len(batch.slots[0]), 2), None, 1e-5)
     pools = [pool.clone(), pool.clone()]
     expected = ReferenceAttention(pools[:1], BLOCK_SIZE, [shape.spec()]).begin(batch)(0, heads, rotation)
     attention = TritonAttention(pools[1:], BLOCK_SIZE, [shape.spec()], num_rows=4, num_cores=4)

@@ -18,13 +18,17 @@ def make_pool(num_blocks: int) -> BlockPool:
     return BlockPool(num_blocks, PrefixIndex(SIZE))
 
 
+def find(pool: BlockPool, tokens: list[int]) -> list[int]:
+    return [entry.blocks[0] for entry in pool.index.match(int_array(tokens), len(tokens))]
+
+
 def cached_chain(pool: BlockPool, *blocks_tokens: tuple[int, int]) -> list[int]:
     """Allocate blocks, register them as one prefix, and release them."""
     entry, blocks = ROOT, []
     for tokens in blocks_tokens:
         block = pool.allocate()
         assert block is not None
-        entry = pool.index.insert(entry, int_array(tokens), [block])
+        entry = pool.index.insert(entry, int_array(tokens), [[block]])
         blocks.append(block)
     pool.release(blocks)
     return blocks
@@ -88,15 +92,15 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     pool = make_pool(3)
     blocks = cached_chain(pool, (1, 2), (3, 4), (5, 6))
     assert pool.allocate() == blocks[2]
-    assert pool.index.match(int_array([1, 2, 3, 4, 5, 6]), 6)[0] == blocks[:2]
+    assert find(pool, [1, 2, 3, 4, 5, 6]) == blocks[:2]
 
 
 def test_an_evicted_block_is_no_longer_found() -> None:
     pool = make_pool(1)
     cached_chain(pool, (1, 2))
-    assert pool.index.match(int_array([1, 2]), 2)[0] == [0]
+    assert find(pool, [1, 2]) == [0]
     pool.allocate()
-    assert pool.index.match(int_array([1, 2]), 2)[0] == []
+    assert find(pool, [1, 2]) == []
 
 
 def test_a_double_release_is_our_bug() -> None:
@@ -147,14 +151,15 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 1), min_size=SIZE, max_size=4 * SIZE))
     def seat(self, tokens: list[int]) -> None:
         known = tokens[: len(tokens) // SIZE * SIZE]
-        found, entry = self.pool.index.match(int_array(known), len(known))
+        entries = self.pool.index.match(int_array(known), len(known))
+        found, entry = [entry.blocks[0] for entry in entries], entries[-1] if entries else ROOT
         self.pool.share(found)
         blocks = list(found)
         for start in range(len(found) * SIZE, len(known), SIZE):
             block = self.pool.allocate()
             if block is None:
                 break
-            entry = self.pool.index.insert(entry, int_array(known[start : start + SIZE]), [block])
+            entry = self.pool.index.insert(entry, int_array(known[start : start + SIZE]), [[block]])
             blocks.append(block)
         self.tables.append((blocks, known))
 

@@ -13,7 +13,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from fakes import VOCAB, Run, check_empty, check_logprobs, drive, make_request, truth
-from gapless.core.limits import Limits
+from gapless.core.limits import Limits, most_tokens
 from gapless.core.outcome import completion_logprobs
 from gapless.core.request import Request
 
@@ -70,19 +70,21 @@ class Workload:
 @st.composite
 def limits_strategy(draw: st.DrawFn) -> Limits:
     num_rows = draw(st.integers(1, 5))
+    windows = draw(st.sampled_from([(None,), (None,), (None, 3), (None, 1, 6), (None, 9, 9)]))
     return Limits(
         num_rows=num_rows,
-        num_blocks=draw(st.integers(3, 16)),
+        num_blocks=draw(st.integers(3, 16)) * len(windows),
         block_size=draw(st.sampled_from([1, 2, 3, 4])),
         max_batch_tokens=draw(st.integers(num_rows, 24)),
         max_model_len=40,
         prefix_cache=draw(st.booleans()),
+        windows=windows,
     )
 
 
 @st.composite
 def asks(draw: st.DrawFn, limits: Limits, *, abort: bool) -> Ask:
-    room = min(limits.max_model_len, limits.num_blocks * limits.block_size)
+    room = most_tokens(limits)
     shared = draw(st.integers(0, max(0, room // 2)))  # how much of a prompt that others have too
     prompt = [token % VOCAB for token in range(1, shared + 1)]
     least, most = int(shared == 0), max(int(shared == 0), min(6, room - 1 - shared))

@@ -127,8 +127,8 @@ def test_tokens_do_not_know_their_batch(
             return torch.tensor(values, dtype=torch.int32, device="cuda")
 
         batch = AttentionBatch(
-            slots=blocks[0, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE,
-            blocks=blocks,
+            slots=(blocks[0, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE,),
+            tables=(blocks,),
             decode_rows=torch.zeros(len(decodes), dtype=torch.int64, device="cuda"),
             decode_lengths=at[: len(decodes)] + 1,
             max_decode_length=length,

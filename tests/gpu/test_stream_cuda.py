@@ -69,7 +69,7 @@ class Scene:
             pool[unused[: unseen * BLOCK_SIZE]] = float("nan")
             tables[row, :unseen] = 2**40  # nowhere
         batch = AttentionBatch(
-            slots, tables, rows, lengths, longest, 0, *(slots[:0].int() for _ in range(4)), chunks=()
+            (slots,), (tables,), rows, lengths, longest, 0, *(slots[:0].int() for _ in range(4)), chunks=()
         )
         heads = draw(count, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         weight = 1 + draw(self.num_heads + self.num_kv_heads, self.head_dim) / 4 if self.norm else None
@@ -92,7 +92,7 @@ class Scene:
         found = []
         for i, length in enumerate(self.lengths):
             places = torch.arange(self.first_seen(length), length - 1, device="cuda")
-            slots = batch.blocks[batch.decode_rows[i], places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+            slots = batch.tables[0][batch.decode_rows[i], places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
             both = torch.cat((pool[slots].float(), new[i : i + 1]))
             k, v = (x.repeat_interleave(group, dim=1) for x in both.split(kv, dim=1))
             scores = torch.einsum("hd,nhd->hn", turned[i, : self.num_heads], k) * self.spec.scale
@@ -138,7 +138,7 @@ def test_equals_float32(scene: Scene) -> None:
     batch, pool, heads, rotation = scene.make()
     expected, new = scene.expected(batch, pool, heads, rotation)
     cores = torch.cuda.get_device_properties(0).multi_processor_count
-    attention = TritonAttention([pool], BLOCK_SIZE, [scene.spec], len(batch.blocks), cores)
+    attention = TritonAttention([pool], BLOCK_SIZE, [scene.spec], len(batch.tables[0]), cores)
     if attention.stream_sizes(1) is None:
         pytest.skip("needs Hopper")
     attend = attention.begin(batch)
@@ -146,6 +146,6 @@ def test_equals_float32(scene: Scene) -> None:
     error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.max() < 5e-3, error
     assert (found.float() - expected).abs().max() < 0.03
-    torch.testing.assert_close(pool[batch.slots].float(), new, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(pool[batch.slots[0]].float(), new, rtol=1e-2, atol=1e-2)
     for _ in range(3):  # each finds the counters as the one before left them
         assert torch.equal(attend(0, heads, rotation), found)

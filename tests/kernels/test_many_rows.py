@@ -13,8 +13,8 @@ from gapless.core.row_fields import SEAT_WORDS
 from gapless.kernels.mixed import MixedInputs, begin_mixed
 driver.set_active(Driver())
 count, device = {rows} + 1, torch.device("cpu")
-packed, inputs = torch.zeros(8, dtype=torch.int32), MixedInputs(8, 8, device)
-last_token, length, blocks = (torch.zeros(*size, dtype=torch.int64) for size in ((count,), (count,), (count, 2)))
+packed, inputs = torch.zeros(8, dtype=torch.int32), MixedInputs(8, 8, 2, device)
+last_token, length, blocks = (torch.zeros(*size, dtype=torch.int64) for size in ((count,), (count,), (2, count, 2)))
 begin_mixed(packed, last_token, length, blocks, torch.zeros(count, SEAT_WORDS, dtype=torch.int32), 16, 8, inputs)
 json.dump({{"launched": Driver.launched}}, sys.stdout)
 """

@@ -70,8 +70,8 @@ def paged_logits(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
     config, count, none = model.config, len(tokens), torch.zeros(0, dtype=torch.int64)
     pools = [torch.zeros(count, 2 * config.num_kv_heads, config.head_dim) for _ in config.layers]
     batch = AttentionBatch(
-        slots=torch.arange(count),
-        blocks=torch.zeros(1, 1, dtype=torch.int64),
+        slots=(torch.arange(count),),
+        tables=(torch.zeros(1, 1, dtype=torch.int64),),
         decode_rows=none,
         decode_lengths=none,
         max_decode_length=0,

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from fault import GRAPHS, Table
 
-from gapless.core.block_tables import NO_BLOCKS
 from gapless.core.plan import NO_SEATS, NOTHING, Plan
 from gapless.core.request import IntArray
 from gapless.runner import graphs, mixed
@@ -103,8 +102,8 @@ def _(original):
 
 @fault("new owners and blocks of a mixed replay are left out", graphs, "pack_mixed")
 def _(original):
-    nothing = {"seat_rows": NOTHING, "seats": NO_SEATS, "new_blocks": NO_BLOCKS}
-    return lambda plan, *rest: original(replace(plan, **nothing), *rest)
+    nothing = {"seat_rows": NOTHING, "seats": NO_SEATS}
+    return lambda plan, *rest: original(replace(plan, new_blocks=plan.new_blocks[:0], **nothing), *rest)
 
 
 @fault("a prompt is scored a token late after a replay", mixed, "target_parts")

@@ -20,6 +20,7 @@ from gapless.device.base import Device
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.proof.stage import Cast, ModelStage, Room, fresh_device
 from gapless.proof.tiny import tiny_stage
+from gapless.runner.kits.base import BlockMemory
 from gapless.runner.logprobs import score
 from gapless.runner.native import why_not
 from toy import VOCAB, toy_runner
@@ -36,7 +37,7 @@ class ToyStage:
     def cast(self, block_size: int) -> Cast:
         limits = self.room.limits(block_size)
         runner = toy_runner(CpuDevice(driver=InlineDriver()), limits)
-        return Cast(runner, [runner.buffers[1].tensor.view(-1, block_size)], limits)
+        return Cast(runner, BlockMemory([runner.buffers[1].tensor.view(-1, block_size)]), limits)
 
     def device(self, order: int | None, *, threads: bool, check: bool) -> Device:
         return fresh_device("cpu", order, threads=threads, check=check)
@@ -60,7 +61,7 @@ class GraphStage(ToyStage):
         patched = patching(graphs, **recording), patching(halves, **KERNELS), patching(ladder, **sizes)
         with patched[0], patched[1], patched[2], patching(torch.cuda, **cuda):
             runner = graphs.GraphRunner(inner, inner._step, cast.limits, CpuDevice(driver=InlineDriver()))
-        return Cast(runner, cast.layers, cast.limits)
+        return Cast(runner, cast.kv, cast.limits)
 
 
 class Played:
@@ -87,13 +88,14 @@ def patching(owner: Any, **values: Any) -> ExitStack:
 
 def begin(packed, last_token, length, blocks, block_size: int, inputs) -> None:
     """What the kernel of this name does; a wrong index raises, where the kernel would write anywhere."""
-    rows, new = packed[: 2 * inputs.batch].long().view(2, -1)
+    rows, *new = packed[: (1 + len(blocks)) * inputs.batch].long().view(-1, inputs.batch)
     positions = length[rows]
     place, offset = positions // block_size, positions % block_size
-    blocks[rows, place] = torch.where(new >= 0, new, blocks[rows, place])
+    for table, found, slots in zip(blocks, new, inputs.slots, strict=True):
+        table[rows, place] = torch.where(found >= 0, found, table[rows, place])
+        slots[:] = table[rows, place] * block_size + offset
     inputs.ids[:], inputs.rows[:] = last_token[rows], rows
     inputs.positions[:], inputs.lengths[:] = positions, positions + 1
-    inputs.slots[:] = blocks[rows, place] * block_size + offset
 
 
 def end(tokens, inputs, last_token, length, counts, out) -> None:
@@ -107,8 +109,9 @@ def end(tokens, inputs, last_token, length, counts, out) -> None:
 def begin_mixed(packed, last_token, length, blocks, seats, block_size: int, max_new_blocks: int, inputs) -> None:
     """What the kernels of this name do."""
     plan = read_mixed(packed)
-    row, index, block = plan.new_blocks.unbind(1)
-    blocks[row, index] = block
+    row, index, *new = plan.new_blocks.unbind(1)
+    for table, found in zip(blocks, new, strict=True):
+        table[row, index] = found
     seats[plan.seat_rows] = plan.seats.int()
     padding, rows = len(last_token) - 1, [*plan.decode_rows.tolist()]
     ids, positions = last_token[rows].tolist(), length[rows].tolist()
@@ -125,7 +128,8 @@ def begin_mixed(packed, last_token, length, blocks, seats, block_size: int, max_
     inputs.positions[:] = torch.tensor([*positions, *[0] * rest])
     owners = torch.tensor([*rows, *[padding] * rest])
     at, offset = inputs.positions // block_size, inputs.positions % block_size
-    inputs.slots[:] = blocks[owners, at] * block_size + offset
+    for table, slots in zip(blocks, inputs.slots, strict=True):
+        slots[:] = table[owners, at] * block_size + offset
     count = len(plan.decode_rows)
     inputs.decode_rows[:], inputs.decode_lengths[:] = padding, 0
     inputs.decode_rows[:count], inputs.decode_lengths[:count] = plan.decode_rows, inputs.positions[:count] + 1
@@ -208,12 +212,19 @@ HEADER = 12  # of a packed plan
 
 
 def read_mixed(packed: torch.Tensor) -> MixedPlan:
-    decodes, chunks, tokens, blocks, seats, samples, num_top, counted, counts, biases = packed[:10].tolist()
+    decodes, chunks, tokens, blocks, seats, samples, num_top, counted, counts, biases, words = packed[:11].tolist()
     places = samples if num_top >= 0 else 0
-    owned = (3 * blocks, seats, seats * SEAT_WORDS, counted, 3 * counts, 4 * biases)
+    owned = (words * blocks, seats, seats * SEAT_WORDS, counted, 3 * counts, 4 * biases)
     sizes = (decodes, 5 * chunks, tokens - decodes, *owned, places)
     parts = [part.long() for part in packed[HEADER : HEADER + sum(sizes)].split(list(sizes))]
-    views = parts[0], parts[1].view(5, -1), parts[2], parts[3].view(-1, 3), parts[4], parts[5].view(-1, SEAT_WORDS)
+    views = (
+        parts[0],
+        parts[1].view(5, -1),
+        parts[2],
+        parts[3].view(-1, words or 3),
+        parts[4],
+        parts[5].view(-1, SEAT_WORDS),
+    )
     return MixedPlan(num_top, *views, parts[6], parts[7].view(-1, 3), parts[8].view(-1, 4), parts[9])
 
 

@@ -15,7 +15,7 @@ import gapless.runner.fill
 import gapless.runner.runner
 import gapless.runner.sampler
 from gapless.core.block_pool import BlockPool
-from gapless.core.block_tables import NO_BLOCKS, BlockTables
+from gapless.core.block_tables import BlockTables
 from gapless.core.plan import Plan
 from gapless.core.prefix_index import ROOT, PrefixIndex
 from gapless.core.prefix_sharing import PrefixSharing
@@ -46,7 +46,7 @@ def _(original):
     def schedule(self: Scheduler) -> Plan | None:
         plan = original(self)
         for row in _exhausted(self, plan):
-            self.pool.release(self.rows.blocks[row, : self.rows.num_blocks[row]].tolist())
+            self.pool.release(self.tables.blocks_of(row))
             self.rows.num_blocks[row] = 0
         return plan
 
@@ -157,7 +157,7 @@ def _(original):
     def take(self: BlockTables, lost) -> IntArray:
         found = original(self, lost)
         self.num_plans = getattr(self, "num_plans", 0) + 1
-        return found[:-1] if len(found) > 1 else NO_BLOCKS if self.num_plans % 4 == 3 else found
+        return found[:-1] if len(found) > 1 else found[:0] if self.num_plans % 4 == 3 else found
 
     return take
 

@@ -9,6 +9,7 @@ import pytest
 
 from fakes import make_limits, make_request
 from gapless.core.plan import NOTHING, Plan
+from gapless.core.prefix_index import ROOT, Entry
 from gapless.core.scheduler import Scheduler
 from gapless.errors import RaceError
 from gapless.pipeline.block_ledger import BlockLedger, Touched
@@ -56,7 +57,7 @@ def test_a_block_of_another_request_is_named_with_both_and_the_steps() -> None:
     bench = Bench()
     bench.add("a", [1, 2, 3, 4, 5], max_tokens=8)
     bench.step()
-    stolen = int(bench.scheduler.rows.blocks[0, 1])
+    stolen = int(bench.scheduler.rows.blocks[0, 1, 0])
     bench.scheduler.pool._free.append(stolen)
     bench.add("b", [7, 8], max_tokens=4)
     plan = bench.plan()
@@ -73,8 +74,7 @@ def test_a_prefix_with_other_tokens_is_a_conflict() -> None:
     bench.add("a", [1, 2, 3, 4, 5])
     bench.step()
     index = bench.scheduler.pool.index
-    index._entries = {(parent, b"any"): value for (parent, _), value in index._entries.items()}
-    index.match = lambda tokens, count: ([bench.scheduler.rows.blocks[0, 0]], 1)  # type: ignore[method-assign]
+    index.match = lambda tokens, count: [Entry(ROOT, b"", [int(bench.scheduler.rows.blocks[0, 0, 0])])]  # type: ignore[method-assign]
     bench.add("b", [8, 8, 8])
     plan = bench.plan()
     with pytest.raises(RaceError, match=r"step 2 reads position 0 of request 'b' .* step 1 wrote position 0 of 'a'"):
@@ -83,7 +83,7 @@ def test_a_prefix_with_other_tokens_is_a_conflict() -> None:
 
 def test_a_block_that_nobody_wrote_is_a_conflict() -> None:
     bench = Bench()
-    bench.scheduler.pool.index.match = lambda tokens, count: ([], 0)  # type: ignore[method-assign]
+    bench.scheduler.pool.index.match = lambda tokens, count: []  # type: ignore[method-assign]
     bench.add("a", [1, 2, 3])
     plan = bench.plan()
     chunk = replace(plan.chunks[0], start=2, tokens=plan.chunks[0].tokens[2:])
@@ -103,7 +103,7 @@ def test_a_free_block_may_not_be_read() -> None:
     bench = Bench()
     bench.add("a", [1, 2, 3])
     bench.step()
-    block = int(bench.scheduler.rows.blocks[0, 0])
+    block = int(bench.scheduler.rows.blocks[0, 0, 0])
     plan = bench.plan()
     with pytest.raises(RaceError, match=f"block {block} is free, and the step reads it"):
         bench.ledger.observe(plan, bench.scheduler.rows, [block])
@@ -129,4 +129,4 @@ def test_freed_blocks_are_told_once_and_new_ones_when_they_are_given() -> None:
     second = bench.observe(bench.plan())
     assert set(second.freed) | set(second.fresh) == set(touched.fresh)
     bench.scheduler.commit(bench.scheduler.schedule() or plan, np.array([5], np.int32))
-    assert len(second.sample_blocks) == 1
+    assert second.sample_blocks.shape == (1, 1)

@@ -18,6 +18,7 @@ from gapless.proof.play import Trouble, Watch, play
 from gapless.proof.schedule import Ask, Schedule
 from gapless.proof.tiny import tiny_stage
 from gapless.runner.fill import Filled
+from gapless.runner.kits.base import BlockMemory
 from gapless.runner.row_store import RowStore
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
@@ -43,7 +44,7 @@ def test_a_stale_read_gives_no_token_but_the_name_of_its_row() -> None:
         original(self, packed)
         calls.append(packed)
         if len(calls) > 3:
-            self.blocks[0, 0] = 60
+            self.blocks[0, 0, 0] = 60
 
     with patch.object(RowStore, "apply", apply):
         played = play(tiny_stage("llama"), SCHEDULE)
@@ -65,9 +66,9 @@ class Idle:
 
 def test_freed_blocks_are_poisoned_and_new_ones_cleaned() -> None:
     pools = [torch.ones(8, 2, 3) for _ in range(2)]
-    runner = PoisoningRunner(Idle(), [pool.view(4, 2, 2, 3) for pool in pools])  # type: ignore[arg-type]
+    runner = PoisoningRunner(Idle(), BlockMemory([pool.view(4, 2, 2, 3) for pool in pools]))  # type: ignore[arg-type]
     plan = SimpleNamespace(step=1)
-    runner.expect(plan, Touched(np.array([1]), np.array([2]), np.array([1, 2])))  # type: ignore[arg-type]
+    runner.expect(plan, Touched(np.array([1]), np.array([2]), np.array([[1, 2]])))  # type: ignore[arg-type]
     out = torch.zeros(4, dtype=torch.int32)
     runner.step(Filled(plan, 0), out, out)  # type: ignore[arg-type]
     for pool in pools:

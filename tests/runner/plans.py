@@ -12,7 +12,7 @@ from gapless.core.plan import Chunk, Plan
 from gapless.core.request import Request, int_array
 from gapless.core.row_fields import SEAT, SEAT_WORDS, write_seat
 
-LIMITS = Limits(num_rows=6, num_blocks=30, block_size=4, max_batch_tokens=40, max_model_len=64)
+LIMITS = Limits(num_rows=6, num_blocks=30, block_size=4, max_batch_tokens=40, max_model_len=64, windows=(None, 9))
 VOCAB = 61
 FLOATS = {"width": 32, "allow_subnormal": False}
 
@@ -56,12 +56,13 @@ def plans(draw: st.DrawFn) -> Plan:
         tokens = np.array([*request.prompt, *draw(st.lists(st.integers(0, VOCAB - 1), max_size=9))], np.int32)
         owners.append(Owner(row, needs, tokens, request.num_prompt, request.params.logit_bias))
     keys = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 15)), unique=True, max_size=20))
-    blocks = [(row, index, draw(st.integers(0, LIMITS.num_blocks - 1))) for row, index in keys]
+    block = st.integers(0, LIMITS.num_blocks - 1)
+    blocks = [(row, index, *(draw(block) for _ in LIMITS.windows)) for row, index in keys]
     return Plan(
         step=1,
         decode_rows=int_array(decode_rows),
         chunks=tuple(chunks),
-        new_blocks=np.array(blocks, np.int32).reshape(-1, 3),
+        new_blocks=np.array(blocks, np.int32).reshape(-1, 2 + LIMITS.num_groups),
         sample_rows=int_array([*decode_rows, *sampling]),
         sample_epochs=np.zeros(num_decodes + len(sampling), np.int64),
         max_decode_length=0,

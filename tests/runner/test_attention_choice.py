@@ -202,10 +202,10 @@ def test_trials_stay_within_the_limits() -> None:
     trials = Trials(pools, NUM_HEADS, LIMITS)
     for trial in trials.decodes() + trials.chunks():
         batch = trial.batch
-        assert batch.blocks.shape[1] == LIMITS.max_blocks
-        assert int(batch.blocks.max()) < LIMITS.num_blocks
-        assert len(trial.heads) == len(batch.slots) <= LIMITS.max_batch_tokens
-        assert len(set(batch.slots.tolist())) == len(batch.slots), "no two tokens share a place"
+        assert batch.tables[0].shape[1] == LIMITS.max_blocks
+        assert int(batch.tables[0].max()) < LIMITS.num_blocks
+        assert len(trial.heads) == len(batch.slots[0]) <= LIMITS.max_batch_tokens
+        assert len(set(batch.slots[0].tolist())) == len(batch.slots[0]), "no two tokens share a place"
         assert batch.max_decode_length <= LIMITS.max_model_len
     assert {trial.batch.num_decodes for trial in trials.decodes()} == {1, LIMITS.num_rows}
     assert {(trial.batch.chunks[0].start, trial.batch.chunks[0].count) for trial in trials.chunks()} == {
@@ -238,7 +238,7 @@ class LibraryKit(CpuKit):
         kv = make_kv_store(device, resolved, heads_first=False)
         attention, choice = choose_attention(device, kv, resolved)
         runner = Runner(device, resolved.limits, kv, Step(model, attention, sample))
-        return Built(resolved, device, runner, in_blocks(kv, resolved.limits.block_size), attention=choice)
+        return Built(resolved, device, runner, in_blocks(kv, resolved), attention=choice)
 
 
 def test_the_engine_runs_on_a_library(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

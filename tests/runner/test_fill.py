@@ -87,8 +87,8 @@ def test_the_rows_learn_their_new_owners(plan: Plan) -> None:
     for row, record in zip(plan.seat_rows.tolist(), plan.seats.reshape(-1).view(SEAT), strict=True):
         for name in SEAT.names:
             assert columns[name][row].tolist() == record[name].tolist(), name
-    for row, index, block in plan.new_blocks.tolist():
-        assert int(store.blocks[row, index]) == block
+    for row, index, *blocks in plan.new_blocks.tolist():
+        assert store.blocks[:, row, index].tolist() == blocks
     for row, token, count in plan.baggage.counts.tolist():
         assert int(store.counts[row, token]) == count
     for row in plan.baggage.count_rows.tolist():

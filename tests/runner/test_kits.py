@@ -20,7 +20,7 @@ from gapless.models.source import ModelSource
 from gapless.models.source import resolve as find
 from gapless.runner import kits
 from gapless.runner.fill import Filled
-from gapless.runner.kits.base import BuildProgress, Built, LoadedModel, Resolved, Settings, WeightOptions
+from gapless.runner.kits.base import BlockMemory, BuildProgress, Built, LoadedModel, Resolved, Settings, WeightOptions
 from gapless.runner.resolve import resolve
 from gapless.runner.steering import Steering
 
@@ -72,7 +72,7 @@ class NullKit:
         *,
         processed: bool = False,
     ) -> Built:
-        return Built(resolved, device, NullRunner(), ())
+        return Built(resolved, device, NullRunner(), BlockMemory(()))
 
 
 @pytest.fixture(autouse=True)

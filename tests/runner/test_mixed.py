@@ -40,14 +40,15 @@ def prepared(plan: Plan, *, targets: bool = False) -> tuple[Plan, Runner, torch.
         runner.rows.length[row] = int(torch.randint(0, LIMITS.max_model_len, (), generator=draw))
         runner.rows.last_token[row] = 100 + row
         runner.rows.counts[row] = row  # of earlier owners
-        runner.rows.blocks[row] = torch.randint(0, LIMITS.num_blocks, (LIMITS.max_blocks,), generator=draw)
+        for table in runner.rows.tables:
+            table[row] = torch.randint(0, LIMITS.num_blocks, (LIMITS.max_blocks,), generator=draw)
     packed = np.full(mixed_capacity(LIMITS), -7, np.int32)
     pack_mixed(plan, packed, LIMITS.num_rows)
     return plan, runner, torch.from_numpy(packed)
 
 
 def begun(plan: Plan, runner: Runner, packed: torch.Tensor) -> MixedInputs:
-    rows, inputs = runner.rows, MixedInputs(*SHAPE, torch.device("cpu"))
+    rows, inputs = runner.rows, MixedInputs(*SHAPE, LIMITS.num_groups, torch.device("cpu"))
     kept = rows.last_token, rows.length, rows.blocks, rows.seats
     begin_mixed(packed, *kept, LIMITS.block_size, LIMITS.max_new_blocks, inputs)
     take_in_baggage(packed, rows.counts, rows.biases)
@@ -72,7 +73,7 @@ def test_the_inputs_are_those_of_the_plain_runner(plan: Plan, chunks_at_a_time: 
         assert torch.equal(getattr(runner.rows, name), getattr(plain.rows, name)), name
     assert torch.equal(found.ids[:tokens], wanted.token_ids)
     assert torch.equal(found.positions[:tokens], wanted.positions)
-    assert torch.equal(found.slots[:tokens], batch.slots)
+    assert torch.equal(found.slots[:, :tokens], torch.stack(batch.slots))
     assert torch.equal(found.decode_rows[:decodes], batch.decode_rows)
     assert torch.equal(found.decode_lengths[:decodes], batch.decode_lengths)
     for name in ("chunk_rows", "chunk_offsets", "chunk_starts", "chunk_ends"):
@@ -94,7 +95,7 @@ def test_the_rest_is_the_padding_row(plan: Plan) -> None:
     tokens, decodes, chunks, samples = plan.num_tokens, plan.num_decodes, len(plan.chunks), plan.num_samples
     padding, scratch = LIMITS.num_rows, LIMITS.num_blocks * LIMITS.block_size
     assert set(found.ids[tokens:].tolist()) == {0}
-    assert set(found.slots[tokens:].tolist()) == {scratch}
+    assert set(found.slots[:, tokens:].ravel().tolist()) == {scratch}
     assert set(found.decode_rows[decodes:].tolist()) <= {padding}
     assert set(found.decode_lengths[decodes:].tolist()) <= {0}
     assert set(found.chunk_rows[chunks:].tolist()) <= {padding}

@@ -76,7 +76,7 @@ class Bench:
         self.limits = Limits(num_rows, num_rows * blocks, block_size, max_batch_tokens=400, max_model_len=128)
         self.kv = KVStore(
             device,
-            num_layers=config.num_layers,
+            places=range(config.num_layers),
             num_blocks=self.limits.num_blocks,
             block_size=block_size,
             num_kv_heads=config.num_kv_heads,
@@ -326,16 +326,16 @@ def test_a_plan_can_copy_blocks(tiny_dir: Path, is_native: bool) -> None:
     with LLM(tiny_dir, **CPU, native=is_native, depth=1, num_blocks=64, prefix_cache=False) as llm:
         expected = llm.generate(["x" * 24], params)[0].token_ids
         runner, promise = llm.engine._parts.built.runner, llm.engine._scheduler._promise
-        step, layers = runner.step, llm.engine._parts.built.layers
+        step, layers = runner.step, llm.engine._parts.built.kv.places
 
         def moving(*args: Any) -> Plan:
             plan = promise(*args)
             if plan.step % 5 or len(plan.new_blocks) or not plan.num_decodes:
                 return plan
             rows, row = llm.engine._scheduler.rows, int(plan.decode_rows[0])
-            old = rows.blocks[row, : rows.num_blocks[row]].copy()
+            old = rows.blocks[row, : rows.num_blocks[row], 0].copy()
             new = (old + 32) % 64
-            rows.blocks[row, : len(new)] = new
+            rows.blocks[row, : len(new), 0] = new
             table = [(row, index, block) for index, block in enumerate(new.tolist())]
             return replace(plan, new_blocks=np.array(table, np.int32), block_copies=np.stack((old, new), 1))
 

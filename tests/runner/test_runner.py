@@ -75,5 +75,5 @@ def test_the_rows_know_the_lengths_that_the_scheduler_promised() -> None:
         assert runner.rows.length[rows].tolist() == scheduler.rows.cursor[rows].tolist()
         for row in rows:
             count = int(scheduler.rows.num_blocks[row])
-            assert runner.rows.blocks[row, :count].tolist() == scheduler.rows.blocks[row, :count].tolist()
+            assert runner.rows.blocks[0, row, :count].tolist() == scheduler.rows.blocks[row, :count, 0].tolist()
         scheduler.commit(plan, tokens)

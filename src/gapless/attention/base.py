@@ -63,8 +63,9 @@ class AttentionBatch:
     chunks are filled up with empty ones, and tokens behind the last chunk are padding.
     """
 
-    slots: torch.Tensor  # [num_tokens] int64, device: where each token's k and v go
-    blocks: torch.Tensor  # [num_rows, max_blocks] int64, device: every row's block table
+    # of each group of layers; entries of a table that lie before a layer's window are never used
+    slots: tuple[torch.Tensor, ...]  # [num_tokens] int64, device: where each token's k and v go
+    tables: tuple[torch.Tensor, ...]  # [num_rows, max_blocks] int64, device: every row's block table
     decode_rows: torch.Tensor  # [num_decodes] int64, device
     decode_lengths: torch.Tensor  # [num_decodes] int64, device: this step's token included
     max_decode_length: int

@@ -121,7 +121,7 @@ class LibraryAttention:
     def _decode_parts(self, batch: AttentionBatch) -> list[Part]:
         if self._decode is None or batch.num_decodes == 0:
             return self._own.decodes(batch)
-        table = batch.blocks[batch.decode_rows].int()
+        table = batch.tables[0][batch.decode_rows].int()
         pieces = Pieces(batch.num_decodes, table, batch.decode_lengths.int())
         return [partial(self._attend, batch, pieces, self._decode)]
 
@@ -131,8 +131,8 @@ class LibraryAttention:
             return self._own.chunks(batch)
         ends = batch.chunk_offsets + batch.chunk_ends - batch.chunk_starts  # in the batch
         pieces = Pieces(
-            count=len(batch.slots),
-            table=batch.blocks[batch.chunk_rows].int(),
+            count=len(batch.slots[0]),
+            table=batch.tables[0][batch.chunk_rows].int(),
             lengths=batch.chunk_ends,
             begins=torch.cat((batch.chunk_offsets, ends[-1:])),
             longest=batch.num_chunk_tokens,
@@ -152,7 +152,7 @@ class LibraryAttention:
     ) -> torch.Tensor:
         """The library's result is the layer's output, but for tokens that are in no piece."""
         pool = self._own.pools[layer]
-        q = self._own.store(pool, heads, rotation, batch.slots, pieces.first, pieces.count)
+        q = self._own.store(pool, heads, rotation, batch.slots[0], pieces.first, pieces.count)
         pages = pool.view(-1, self._block_size, *pool.shape[1:])
         k, v = pages.chunk(2, dim=2)
         found = kernel(q, k, v, pieces)

@@ -107,7 +107,7 @@ class InvariantAttention:
             return None
         num_chunks = len(batch.chunk_rows)
         num_tiles = num_tokens // CHUNK_TILE + num_chunks
-        tiles = torch.empty(num_tiles, 2, dtype=torch.int32, device=batch.slots.device)
+        tiles = torch.empty(num_tiles, 2, dtype=torch.int32, device=batch.slots[0].device)
         lay_out[(triton.cdiv(num_tiles, TABLE_BLOCK),)](
             batch.chunk_starts, batch.chunk_ends, tiles, num_chunks, num_tiles,
             BLOCK_M=CHUNK_TILE, BLOCK=TABLE_BLOCK, num_warps=4,
@@ -120,9 +120,9 @@ class InvariantAttention:
         splits = self.num_splits(batch.num_decodes)
         norm = rotation.norm_weight
         attend_rows[(batch.num_decodes, self._num_kv_heads, splits)](
-            heads, rotation.cos_sin, heads if norm is None else norm, pool, batch.slots, batch.blocks,
+            heads, rotation.cos_sin, heads if norm is None else norm, pool, batch.slots[0], batch.tables[0],
             batch.decode_rows, batch.decode_lengths, out, *self._scratch,
-            rotation.eps, self._scale, batch.blocks.stride(0),
+            rotation.eps, self._scale, batch.tables[0].stride(0),
             GROUP=self._group, BLOCK_G=self._block_g,
             GROUP_2=triton.next_power_of_2(self._group), NUM_SPLITS=splits, MAX_SEGMENTS=self._max_segments,
             HAS_NORM=norm is not None, num_warps=self.num_warps, num_stages=2, **self._shape, **pdl(),
@@ -139,7 +139,7 @@ class InvariantAttention:
         q = torch.empty(num_tokens, self._num_heads, head_dim, dtype=heads.dtype, device=heads.device)
         norm = rotation.norm_weight
         turn_and_store[(num_tokens, triton.cdiv(total, HEADS_A_PROGRAM))](
-            heads, rotation.cos_sin, heads if norm is None else norm, pool, batch.slots, q, rotation.eps,
+            heads, rotation.cos_sin, heads if norm is None else norm, pool, batch.slots[0], q, rotation.eps,
             NUM_HEADS=self._num_heads, NUM_KV=self._num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=self._shape["BLOCK_D"],
             BLOCK_H=HEADS_A_PROGRAM, HAS_NORM=norm is not None, num_warps=2, **pdl(),
         )  # fmt: skip
@@ -149,7 +149,8 @@ class InvariantAttention:
         self, batch: AttentionBatch, pool: torch.Tensor, q: torch.Tensor, out: torch.Tensor, tiles: torch.Tensor
     ) -> None:
         attend_chunks[(self._num_heads, len(tiles))](
-            q, pool, batch.blocks, tiles, batch.chunk_rows, batch.chunk_offsets, batch.chunk_starts, batch.chunk_ends,
-            out, self._scale, batch.blocks.stride(0),
+            q, pool, batch.tables[0], tiles,
+            batch.chunk_rows, batch.chunk_offsets, batch.chunk_starts, batch.chunk_ends,
+            out, self._scale, batch.tables[0].stride(0),
             NUM_HEADS=self._num_heads, BLOCK_M=CHUNK_TILE, num_warps=4, num_stages=2, **self._shape,
         )  # fmt: skip

@@ -18,11 +18,11 @@ from gapless.models.spec import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class ChunkView:
-    """The positions that one chunk gathers, and its mask."""
+    """The positions that one chunk gathers, from the first that any of its tokens sees on, and its mask."""
 
     span: Span
-    index: torch.Tensor  # [length] int64: slots of the row's positions
-    mask: torch.Tensor | None  # [count, length] bool; None when plain causal
+    index: torch.Tensor  # [num_seen] int64: slots of the positions
+    mask: torch.Tensor | None  # [count, num_seen] bool; None when plain causal
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,17 @@ class ReferenceAttention:
     Any memory layout works. It is fastest if the slots of a head are adjacent.
     """
 
-    def __init__(self, pools: list[torch.Tensor], block_size: int, specs: Sequence[AttentionSpec]) -> None:
+    def __init__(
+        self,
+        pools: list[torch.Tensor],
+        block_size: int,
+        specs: Sequence[AttentionSpec],
+        groups: Sequence[int] | None = None,
+    ) -> None:
+        """groups: of each layer, which of the batch's tables it reads; None: there is one."""
         self._pools = pools
         self._specs = specs
-        self._windows = list(dict.fromkeys(spec.window for spec in specs))
+        self._views = [(group, spec.window) for group, spec in zip(groups or [0] * len(specs), specs, strict=True)]
         self._block_size = block_size
         self._num_heads = specs[0].num_heads
         self._num_kv_heads = specs[0].num_kv_heads
@@ -54,19 +61,20 @@ class ReferenceAttention:
         return None
 
     def begin(self, batch: AttentionBatch) -> Attend:
-        tables = batch.blocks[batch.chunk_rows]
-        chunks = {w: [self._view(tables[i], s, w) for i, s in enumerate(batch.chunks)] for w in self._windows}
-        decodes = {w: self._decode_view(batch, w) for w in self._windows}
+        tables = [table[batch.chunk_rows] for table in batch.tables]
+        kinds = list(dict.fromkeys(self._views))
+        chunks = {(g, w): [self._view(tables[g][i], s, w) for i, s in enumerate(batch.chunks)] for g, w in kinds}
+        decodes = {(g, w): self._decode_view(batch, batch.tables[g], w) for g, w in kinds}
         num_rotated = self._num_heads + self._num_kv_heads
 
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-            pool, spec = self._pools[layer], self._specs[layer]
+            pool, spec, kind = self._pools[layer], self._specs[layer], self._views[layer]
             qk = rotation.apply(heads[:, :num_rotated])
             q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
-            pool.index_copy_(0, batch.slots, torch.cat((k, heads[:, num_rotated:]), dim=1).to(pool.dtype))
-            parts = [self._attend_chunk(pool, q, spec, view, rotation.sinks) for view in chunks[spec.window]]
+            pool.index_copy_(0, batch.slots[kind[0]], torch.cat((k, heads[:, num_rotated:]), dim=1).to(pool.dtype))
+            parts = [self._attend_chunk(pool, q, spec, view, rotation.sinks) for view in chunks[kind]]
             if batch.num_decodes:
-                view = decodes[spec.window]
+                view = decodes[kind]
                 parts.insert(0, self._attend_decodes(pool, q[: batch.num_decodes], spec, view, rotation.sinks))
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
             return out.to(q.dtype)
@@ -75,23 +83,22 @@ class ReferenceAttention:
 
     def _view(self, table: torch.Tensor, span: Span, window: int | None) -> ChunkView:
         size, length = self._block_size, span.length
-        num_blocks = -(-length // size)
-        within = torch.arange(size, device=table.device)
-        index = (table[:num_blocks, None] * size + within).view(-1)[:length]
+        first = 0 if window is None else max(0, span.start + 1 - window)
+        seen = torch.arange(first, length, device=table.device)
+        index = table[seen // size] * size + seen % size
         if span.start == 0 and (window is None or window >= length):
             return ChunkView(span, index, None)
-        seen = torch.arange(length, device=table.device)
         last = torch.arange(span.start, length, device=table.device)[:, None]
         mask = seen <= last
         return ChunkView(span, index, mask if window is None else mask & (seen > last - window))
 
-    def _decode_view(self, batch: AttentionBatch, window: int | None) -> DecodeView:
+    def _decode_view(self, batch: AttentionBatch, table: torch.Tensor, window: int | None) -> DecodeView:
         size = self._block_size
         num_blocks = -(-batch.max_decode_length // size)
         lengths = batch.decode_lengths[:, None]
         first = torch.arange(num_blocks, device=lengths.device) * size
         last_block = len(self._pools[0]) // size - 1  # padding: positions past a row's end belong to no row
-        blocks = torch.where(first < lengths, batch.blocks[batch.decode_rows, :num_blocks], last_block)
+        blocks = torch.where(first < lengths, table[batch.decode_rows, :num_blocks], last_block)
         places = torch.arange(num_blocks * size, device=lengths.device)
         seen = places < lengths
         if window is not None:

@@ -73,11 +73,13 @@ class TritonAttention:
         specs: Sequence[AttentionSpec],
         num_rows: int,
         num_cores: int,
+        groups: Sequence[int] | None = None,
     ) -> None:
-        """specs: of each layer."""
+        """specs: of each layer. groups: of each layer, which of the batch's tables it reads; None: there is one."""
         num_heads = specs[0].num_heads
         self.pools = pools
         self.specs = specs
+        self._groups = groups or [0] * len(specs)
         self._options = [score_options(spec) for spec in specs]
         self._block_size = block_size
         self._num_heads = num_heads
@@ -185,6 +187,11 @@ class TritonAttention:
         )
         return [partial(self._attend_chunks, batch, tiles)]
 
+    def _places(self, batch: AttentionBatch, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slots of the batch's tokens and the block tables, as the layer's group has them."""
+        group = self._groups[layer]
+        return batch.slots[group], batch.tables[group]
+
     def _attend_decodes(
         self, batch: AttentionBatch, layer: int, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor
     ) -> torch.Tensor:
@@ -194,11 +201,12 @@ class TritonAttention:
             return out
         splits = self.num_splits(batch.num_decodes)
         ahead = self.loads_ahead(batch.num_decodes)
+        slots, table = self._places(batch, layer)
         options, norm, sinks = self._options[layer], rotation.norm_weight, rotation.sinks
         decode[(batch.num_decodes, self._num_kv_heads, splits)](
             heads, rotation.cos_sin, heads if norm is None else norm, heads if sinks is None else sinks,
-            self.pools[layer], batch.slots, batch.blocks, batch.decode_rows, batch.decode_lengths, out, *self._scratch,
-            rotation.eps, options.scale, batch.blocks.stride(0),
+            self.pools[layer], slots, table, batch.decode_rows, batch.decode_lengths, out, *self._scratch,
+            rotation.eps, options.scale, table.stride(0),
             NUM_KV=self._num_kv_heads, GROUP=self._group, BLOCK_G=self._block_g,
             GROUP_2=triton.next_power_of_2(self._group),
             BLOCK_SIZE=self._block_size, BLOCK_N=64 if ahead else 32, NUM_SPLITS=splits, AHEAD=ahead,
@@ -219,11 +227,12 @@ class TritonAttention:
         from gapless.kernels.stream import stream_decode  # on Hopper alone
 
         count = batch.num_decodes
+        slots, table = self._places(batch, layer)
         options, norm, sinks = self._options[layer], rotation.norm_weight, rotation.sinks
         stream_decode[(sizes.programs_a_core * self._num_cores,)](
             heads, rotation.cos_sin, heads if norm is None else norm, heads if sinks is None else sinks,
-            self.pools[layer], batch.slots, batch.blocks, batch.decode_rows, batch.decode_lengths, out, *self._scratch,
-            rotation.eps, options.scale, batch.blocks.stride(0), count,
+            self.pools[layer], slots, table, batch.decode_rows, batch.decode_lengths, out, *self._scratch,
+            rotation.eps, options.scale, table.stride(0), count,
             NUM_KV=self._num_kv_heads, GROUP=self._group, GROUP_2=triton.next_power_of_2(self._group),
             HEAD_DIM=self._head_dim, LENGTHS=max(32, triton.next_power_of_2(count)), MIN_SHARE=sizes.min_share,
             NUM_STAGES=sizes.num_stages, HAS_NORM=norm is not None, **options.constants(has_sinks=sinks is not None),
@@ -240,13 +249,14 @@ class TritonAttention:
         out: torch.Tensor,
     ) -> torch.Tensor:
         """Tokens from the first chunk on are stored, padding too; those in the tiles attend."""
+        slots, table = self._places(batch, layer)
         pool, options, sinks = self.pools[layer], self._options[layer], rotation.sinks
-        q = self.store(pool, heads, rotation, batch.slots, batch.chunk_offsets, len(batch.slots))
+        q = self.store(pool, heads, rotation, slots, batch.chunk_offsets, len(heads))
         if self._hopper is not None:
-            self._hopper(q, pool, batch.blocks, tiles, out, options, sinks)
+            self._hopper(q, pool, table, tiles, out, options, sinks)
             return out
         prefill[(self._num_heads, len(tiles) - 1)](
-            q, q if sinks is None else sinks, pool, batch.blocks, tiles, out, options.scale, batch.blocks.stride(0),
+            q, q if sinks is None else sinks, pool, table, tiles, out, options.scale, table.stride(0),
             NUM_HEADS=self._num_heads, NUM_KV=self._num_kv_heads, SIZE=SIZE.value,
             BLOCK_SIZE=self._block_size, BLOCK_M=PREFILL_BLOCK_M, BLOCK_N=64, num_warps=4, num_stages=2,
             **options.constants(has_sinks=sinks is not None), **self._shape(),

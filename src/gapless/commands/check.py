@@ -139,7 +139,7 @@ def _set_up(options: EngineOptions, prompts: str | None, steps: int) -> tuple[Mo
     asks = _asks(stage, prompts, steps, options.seed)
     longest = max(len(ask.prompt) for ask in asks) + steps
     most = min(longest, stage.config.max_position_embeddings)
-    stage.room = Room(NUM_ROWS, NUM_ROWS * (most + 16), max(64, longest), most)
+    stage.make_room(Room(NUM_ROWS, NUM_ROWS * (most + 16), max(64, longest), most))
     return stage, [ask for ask in asks if len(ask.prompt) < most]
 
 

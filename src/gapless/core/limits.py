@@ -16,6 +16,7 @@ import numpy.typing as npt
 from gapless.core.baggage import most_baggage
 from gapless.core.params import MAX_BIASES, MAX_STOP_IDS, SamplingParams
 from gapless.core.request import Request
+from gapless.core.windows import NO_WINDOWS, Windows, most_blocks, most_entries
 from gapless.errors import InvalidRequest, PromptTooLong
 
 
@@ -29,10 +30,15 @@ class Limits:
     max_batch_tokens: int
     max_model_len: int
     prefix_cache: bool = True
+    windows: Windows = NO_WINDOWS  # of each group of layers
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
 
     @property
     def max_blocks(self) -> int:
-        """Most blocks of one row."""
+        """Most entries of one block table."""
         return -(-self.max_model_len // self.block_size)
 
     @property
@@ -50,6 +56,14 @@ class Limits:
         """Numbers that new owners may bring to one plan beside their seats: any one request's, and a step's tokens."""
         return most_baggage(self.max_model_len, MAX_BIASES) + most_baggage(self.max_batch_tokens, 0)
 
+    def most_blocks(self, num_tokens: int, num_cached: int) -> int:
+        """Blocks that a row of so many known tokens takes while those behind the cached ones are fed.
+
+        If there are not as many, chunks are shorter.
+        """
+        at_once = min(num_tokens - num_cached, self.max_batch_tokens)
+        return min(most_blocks(num_tokens, at_once, self.windows, self.block_size), self.num_blocks)
+
 
 class HasRoom(Protocol):
     """Where a request must fit: an engine's limits, or what a server knows of them."""
@@ -63,10 +77,14 @@ class HasRoom(Protocol):
     @property
     def block_size(self) -> int: ...
 
+    @property
+    def windows(self) -> Windows: ...
+
 
 def most_tokens(limits: HasRoom) -> int:
     """Tokens of one request at most, prompt and output together."""
-    return min(limits.max_model_len, limits.num_blocks * limits.block_size)
+    longest, size = limits.max_model_len, limits.block_size
+    return min(longest, most_entries(limits.num_blocks, -(-longest // size), limits.windows, size) * size)
 
 
 def most_new_tokens(num_prompt: int, params: SamplingParams, limits: HasRoom) -> int:
@@ -80,7 +98,8 @@ def check_room(num_prompt: int, num_new: int, limits: HasRoom) -> None:
         raise InvalidRequest("the prompt is empty; it needs at least one token", "prompt")
     most, wanted = most_tokens(limits), num_prompt + num_new
     if wanted > most:
-        blocks = f"{most} tokens ({limits.num_blocks} blocks of {limits.block_size})"
+        groups = f" for {len(limits.windows)} groups of layers" if len(limits.windows) > 1 else ""
+        blocks = f"{most} tokens ({limits.num_blocks} blocks of {limits.block_size}{groups})"
         advice = f" The KV cache has room for {blocks}: lower max_tokens, or raise num_blocks or kv_memory."
         given = f"{wanted} tokens ({num_prompt} in the prompt and {num_new} to generate)"
         raise PromptTooLong(most, given, advice if most < limits.max_model_len else "")

@@ -49,7 +49,7 @@ class Plan:
     step: int
     decode_rows: IntArray  # [num_decodes] rows whose input token is in the device's row
     chunks: tuple[Chunk, ...]
-    new_blocks: IntArray  # [num_new_blocks, 3] row, index in the row's table, block
+    new_blocks: IntArray  # [num_new_blocks, 2 + num_groups] row, index in its tables, block of each group of layers
     sample_rows: IntArray  # [num_samples] decode rows, then the rows of sampling chunks
     sample_epochs: LongArray  # [num_samples] of their owners when the step was planned
     max_decode_length: int  # longest decode row, this step's token included; 0 without decodes
@@ -75,6 +75,11 @@ class Plan:
     @property
     def num_decodes(self) -> int:
         return len(self.decode_rows)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers, each with block tables of its own."""
+        return int(self.new_blocks.shape[1]) - 2
 
     @property
     def num_samples(self) -> int:

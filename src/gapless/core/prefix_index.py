@@ -1,71 +1,125 @@
 """Finds KV blocks by their content: a trie of full blocks.
 
 An entry's key is its parent entry and its own tokens. A hit is therefore verified by the tokens themselves and, through
-the parent, by all tokens before them, so a hash collision cannot cause a false hit. Entry numbers are never used twice,
-so entries below a removed one can no longer be reached. Knows blocks only as numbers. The pool tracks their use.
+the parent, by all tokens before them, so a hash collision cannot cause a false hit. An entry has a block of each group
+of layers, or lacks some. It stays while it has any or has entries below it: layers with a window need only the last
+blocks of a prefix, which must be found although the first ones are gone. Knows blocks only as numbers. The pool tracks
+their use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from gapless.core.request import IntArray
+from gapless.core.windows import NO_WINDOWS, Windows, first_block
 
-ROOT = 0
-Key = tuple[int, bytes]
+if TYPE_CHECKING:
+    from gapless.core.request import IntArray
+
+NO_BLOCK = -1
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A full block's tokens after all tokens before them, and the blocks that hold their keys and values."""
+
+    parent: Entry | None
+    tokens: bytes
+    blocks: list[int]  # of each group; NO_BLOCK where none is known
+    num_children: int = 0
+
+
+Key = tuple[Entry | None, bytes]
+ROOT = Entry(None, b"", [])
 
 
 class PrefixIndex:
-    """Maps (parent entry, tokens) to a block."""
+    """Maps (parent entry, tokens) to an entry."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, windows: Windows = NO_WINDOWS) -> None:
         self.block_size = block_size
-        self._entries: dict[Key, tuple[int, int]] = {}  # key -> entry, block
-        self._key_of: dict[int, Key] = {}  # block -> key
-        self._next_entry = ROOT + 1
+        self._windows = windows
+        self._whole = [group for group, window in enumerate(windows) if window is None]
+        self._sliding = [(group, window) for group, window in enumerate(windows) if window is not None]
+        self._entries: dict[Key, Entry] = {}
+        self._entry_of: dict[int, Entry] = {}  # by block
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """Blocks that can be found."""
+        return len(self._entry_of)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._key_of
+        return block in self._entry_of
 
-    def match(self, tokens: IntArray, num_tokens: int) -> tuple[list[int], int]:
-        """The blocks that hold the longest known prefix of the first `num_tokens` tokens, and the last one's entry."""
+    def match(self, tokens: IntArray, num_tokens: int) -> list[Entry]:
+        """The entries of the longest known prefix of the first `num_tokens` tokens.
+
+        Groups that see everything have all its blocks, and groups with a window those that the next token sees.
+        """
         content, size = tokens[:num_tokens].tobytes(), self.block_size * tokens.itemsize
-        blocks: list[int] = []
+        found: list[Entry] = []
         entry = ROOT
         for start in range(0, len(content) - size + 1, size):
-            found = self._entries.get((entry, content[start : start + size]))
-            if found is None:
+            below = self._entries.get((entry, content[start : start + size]))
+            if below is None or (NO_BLOCK in below.blocks and self._lacks_history(below)):
                 break
-            entry, block = found
-            blocks.append(block)
-        return blocks, entry
+            entry = below
+            found.append(entry)
+        return found[: self._num_usable(found)] if self._sliding else found
 
-    def insert(self, parent: int, tokens: IntArray, blocks: Sequence[int]) -> int:
-        """Register full blocks, each below the one before and the first below `parent`; return the last one's entry.
+    def _lacks_history(self, entry: Entry) -> bool:
+        """Whether a group that sees everything has no block there."""
+        return any(entry.blocks[group] == NO_BLOCK for group in self._whole)
 
-        Where an earlier block has the same content, its entry stands for the new one.
+    def _num_usable(self, entries: Sequence[Entry]) -> int:
+        """How many of the entries are a prefix whose windows are known too, at most."""
+        starts = [0] * len(self._sliding)  # of the run of known blocks that ends at the entry
+        usable = 0
+        for count, entry in enumerate(entries, 1):
+            for i, (group, _) in enumerate(self._sliding):
+                if entry.blocks[group] == NO_BLOCK:
+                    starts[i] = count
+            position = count * self.block_size  # of the next token
+            seen = [first_block(position, window, self.block_size) for _, window in self._sliding]
+            if all(start <= first for start, first in zip(starts, seen, strict=True)):
+                usable = count
+        return usable
+
+    def insert(self, parent: Entry, tokens: IntArray, blocks: Sequence[Sequence[int]]) -> Entry:
+        """Register full blocks, each entry below the one before and the first below `parent`; return the last entry.
+
+        blocks: for each entry those of all groups. A block that an entry has already stands for the new one.
         """
         content, size = tokens.tobytes(), self.block_size * tokens.itemsize
         entry = parent
-        for number, block in enumerate(blocks):
+        for number, new in enumerate(blocks):
             key = (entry, content[number * size : (number + 1) * size])
-            found = self._entries.get(key)
-            if found is not None:
-                entry = found[0]
-                continue
-            entry = self._next_entry
-            self._next_entry += 1
-            self._entries[key] = (entry, block)
-            self._key_of[block] = key
+            below = self._entries.get(key)
+            if below is None:
+                below = self._entries[key] = Entry(*key, [NO_BLOCK] * len(new))
+                entry.num_children += 1
+            entry = below
+            for group, block in enumerate(new):
+                if entry.blocks[group] == NO_BLOCK:
+                    entry.blocks[group] = block
+                    self._entry_of[block] = entry
         return entry
 
     def forget(self, block: int) -> None:
-        """Drop the block's entry: its content is about to change."""
-        del self._entries[self._key_of.pop(block)]
+        """The block's content is about to change."""
+        entry = self._entry_of.pop(block)
+        entry.blocks[entry.blocks.index(block)] = NO_BLOCK
+        while entry.num_children == 0 and entry.blocks.count(NO_BLOCK) == len(entry.blocks):
+            key = (entry.parent, entry.tokens)
+            if self._entries.get(key) is not entry:  # it is gone already, and a row's blocks hung below it
+                break
+            del self._entries[key]
+            assert entry.parent is not None
+            entry = entry.parent
+            entry.num_children -= 1
 
     def clear(self) -> None:
         self._entries.clear()
-        self._key_of.clear()
+        self._entry_of.clear()

@@ -8,12 +8,12 @@ Only the scheduler calls this. Owns the chain of each row's registered blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from gapless.core.block_pool import BlockPool
-from gapless.core.prefix_index import ROOT, Key
+from gapless.core.prefix_index import ROOT, Entry, Key
 from gapless.core.request import IntArray, LongArray, Request, RowTable
 
 WORTH_A_STEP = 8  # blocks
@@ -31,10 +31,10 @@ class PrefixSharing:
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
-    def match(self, request: Request) -> tuple[list[int], int]:
-        """Blocks that hold the first tokens of the request, and the index entry of the last of them."""
+    def match(self, request: Request) -> list[Entry]:
+        """Index entries of the blocks that hold the first tokens of the request."""
         if not self.enabled:
-            return [], ROOT
+            return []
         tokens = findable(request)
         return self._pool.index.match(tokens, len(tokens))
 
@@ -51,13 +51,13 @@ class PrefixSharing:
         start = int(self._rows.num_registered[row]) * self._size
         end = start + self._size
         if end <= self._rows.num_tokens[row]:
-            self._computing[int(self._rows.prefix_entry[row]), self._rows.tokens[row, start:end].tobytes()] = row
+            self._computing[self._rows.prefix_entry[row], self._rows.tokens[row, start:end].tobytes()] = row
 
-    def should_wait(self, request: Request, num_found: int, entry: int) -> bool:
-        """Whether a row of the plan computes so many of the request's tokens, beyond those found below `entry`."""
+    def should_wait(self, request: Request, found: Sequence[Entry]) -> bool:
+        """Whether a row of the plan computes so many of the request's tokens, beyond those that were found."""
         if not self._computing:
             return False
-        tokens = findable(request)
+        tokens, num_found, entry = findable(request), len(found) * self._size, found[-1] if found else ROOT
         row = self._computing.get((entry, tokens[num_found : num_found + self._size].tobytes()))
         if row is None:
             return False
@@ -68,9 +68,9 @@ class PrefixSharing:
 
     # -- registering -------------------------------------------------------------------------------------------------
 
-    def adopt(self, row: int, num_blocks: int, entry: int) -> None:
+    def adopt(self, row: int, found: Sequence[Entry]) -> None:
         """The row begins with blocks that were found."""
-        self._rows.prefix_entry[row], self._rows.num_registered[row] = entry, num_blocks
+        self._rows.prefix_entry[row], self._rows.num_registered[row] = found[-1] if found else ROOT, len(found)
 
     def register(self, row: int) -> None:
         """Let others find the row's blocks that are full of facts and written by a planned or launched step."""
@@ -90,8 +90,11 @@ class PrefixSharing:
                 self.register(row)
 
     def check(self, rows: Iterable[int]) -> None:
-        """Assert that nobody can find a block whose tokens nobody knows yet."""
-        assert all(self._rows.num_registered[row] * self._size <= self._rows.num_tokens[row] for row in rows)
+        """Assert that nobody can find a block whose tokens nobody knows yet, or that was given back before."""
+        for row in rows:
+            assert self._rows.num_registered[row] * self._size <= self._rows.num_tokens[row]
+            first = max(self._rows.first_blocks[row], default=0)
+            assert not self.enabled or first <= self._rows.num_registered[row], f"row {row} gave back unknown blocks"
 
 
 def findable(request: Request) -> IntArray:

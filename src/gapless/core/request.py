@@ -22,8 +22,10 @@ import numpy.typing as npt
 from gapless.core.baggage import Baggage, Owner, most_baggage, pack_baggage
 from gapless.core.guide import Guide
 from gapless.core.params import SamplingParams
+from gapless.core.prefix_index import ROOT, Entry
 from gapless.core.processor import LogitsProcessor
 from gapless.core.row_fields import SEAT, need, write_seat
+from gapless.core.windows import NO_WINDOWS, Windows, sliding
 from gapless.errors import InvalidRequest
 
 IntArray = npt.NDArray[np.int32]
@@ -101,7 +103,7 @@ class Request:
 class RowTable:
     """The rows. Arrays are indexed by row; the module's docstring explains them."""
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int, windows: Windows = NO_WINDOWS) -> None:
         self.num_rows = num_rows
         self.max_blocks = -(-max_model_len // block_size)
         self.tokens = np.zeros((num_rows, max_model_len), np.int32)
@@ -127,9 +129,11 @@ class RowTable:
         self.num_controlled = 0  # rows with a guide or a processor
         self.needs = np.zeros(num_rows, np.int64)  # bits of row_fields.need
         self.num_logprobs = np.full(num_rows, -1, np.int64)  # likeliest tokens requested with each sample; -1: none
-        self.blocks = np.zeros((num_rows, self.max_blocks), np.int32)
-        self.num_blocks = np.zeros(num_rows, np.int64)
-        self.prefix_entry: list[int] = [0] * num_rows  # prefix-index entry of the last registered block
+        self.blocks = np.zeros((num_rows, self.max_blocks, len(windows)), np.int32)  # a table for each group of layers
+        self.num_blocks = np.zeros(num_rows, np.int64)  # entries of each of its tables
+        # of each window: the first entry that groups with it hold; those before were given back
+        self.first_blocks = np.zeros((num_rows, len(list(sliding(windows)))), np.int64)
+        self.prefix_entry: list[Entry] = [ROOT] * num_rows  # of the last registered block
         self.num_registered: list[int] = [0] * num_rows  # blocks registered so far
         self.request: list[Request | None] = [None] * num_rows
         self.num_scoring = 0  # requests with log-probabilities of any kind
@@ -162,11 +166,16 @@ class RowTable:
         self.needs[row] = write_seat(self.seats, row, request)
         self.most_stop_ids = max(self.most_stop_ids, len(request.stop_ids))
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.prefix_entry[row] = self.num_registered[row] = 0
+        self.first_blocks[row] = self.num_registered[row] = 0
+        self.prefix_entry[row] = ROOT
         self.request[row] = request
         self.num_scoring += request.wants_scores
         request.row = row
         return row
+
+    def next_position(self, row: int) -> int:
+        """No step to come feeds the row a token before this position, whatever those in flight bring."""
+        return min(self.cursor.item(row), self.num_tokens.item(row) - 1)
 
     def seat_words(self, rows: list[int]) -> IntArray:
         """The seats of these rows [len(rows), SEAT_WORDS], as a plan carries them."""

@@ -23,7 +23,7 @@ from gapless.core.limits import Limits, check_fits
 from gapless.core.outcome import Commit, Counters, Finished
 from gapless.core.pace import Pace
 from gapless.core.plan import NO_SEATS, NOTHING, Chunk, Plan
-from gapless.core.prefix_index import PrefixIndex
+from gapless.core.prefix_index import Entry, PrefixIndex
 from gapless.core.prefix_sharing import PrefixSharing
 from gapless.core.request import IntArray, LongArray, Request, RowTable, int_array
 from gapless.core.scoring import Scoring
@@ -43,9 +43,9 @@ class Scheduler:
         self.limits = limits
         self.pace = pace or Pace(math.inf, limits.max_batch_tokens)
         self._announce = announce
-        self.rows = RowTable(limits.num_rows, limits.max_model_len, limits.block_size)
-        self.pool = BlockPool(limits.num_blocks, PrefixIndex(limits.block_size))
-        self.tables = BlockTables(self.rows, self.pool, limits.block_size)
+        self.rows = RowTable(limits.num_rows, limits.max_model_len, limits.block_size, limits.windows)
+        self.pool = BlockPool(limits.num_blocks, PrefixIndex(limits.block_size, limits.windows))
+        self.tables = BlockTables(self.rows, self.pool, limits)
         self.sharing = PrefixSharing(self.rows, self.pool, limits.block_size, enabled=limits.prefix_cache)
         self.scoring = Scoring(self.rows)
         self.holds = Holds(self.rows)
@@ -53,6 +53,7 @@ class Scheduler:
         self.facts = Facts(self.rows, self.sharing, self.scoring, self.counters, self._finish)
         self._waiting: OrderedDict[str, Request] = OrderedDict()  # by arrival
         self._prefilling: list[int] = []  # rows, by arrival
+        self._fed: list[int] = []  # rows that had chunks in the last plan
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._preempted: set[int] = set()  # rows lost while the plan was made
@@ -111,6 +112,8 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """Plan the next step, or None when nothing can run before something in flight comes back."""
         self.tables.begin_plan()
+        if self._fed and self.tables.has_windows:
+            self.tables.give_back([row for row in self._fed if self.rows.request[row] is not None])
         self._preempted.clear()
         decodes = self._plan_decodes()
         widths = self._plan_widths(decodes) if self.rows.num_wide else NOTHING
@@ -144,7 +147,9 @@ class Scheduler:
         if not cramped.any():
             return ready
         short = ready[cramped]
-        if len(short) <= self.pool.num_available:
+        if self.tables.has_windows:
+            self.tables.give_back(short.tolist())
+        if self.tables.can_grow(len(short)):
             self.tables.grow_each(short)
             return ready
         stalled = []
@@ -201,20 +206,22 @@ class Scheduler:
         baggage = 0
         self.sharing.begin_plan(chunk.row for chunk in chunks)
         while budget > 0 and self.rows.num_free and (request := self._first_waiting()) is not None:
-            blocks, entry = self.sharing.match(request)
-            if self.sharing.should_wait(request, len(blocks) * self.limits.block_size, entry):
+            found = self.sharing.match(request)
+            if self.sharing.should_wait(request, found):
                 break
-            if seats and self.tables.num_new + len(blocks) > self.limits.max_found_blocks:
+            if seats and self.tables.num_new + len(found) > self.limits.max_found_blocks:
                 break
             if seats and baggage + request.most_baggage > self.limits.max_baggage:
                 break
-            needed = -(-len(request.tokens) // self.limits.block_size) - len(blocks)
-            if needed > self.pool.num_available - self.pool.num_idle(blocks):
+            shared = self.tables.held(found)
+            num_cached = len(found) * self.limits.block_size
+            needed = self.limits.most_blocks(len(request.tokens), num_cached) - len(shared)
+            if needed > self.pool.num_available - self.pool.num_idle(shared):
                 break
             self._announce(request)
             baggage += request.most_baggage
             del self._waiting[request.id]
-            row = self._seat(request, blocks, entry)
+            row = self._seat(request, found)
             budget -= self._plan_chunk(row, budget, chunks)
             self.sharing.add_to_plan(row)
             seats.append(row)
@@ -223,12 +230,12 @@ class Scheduler:
     def _first_waiting(self) -> Request | None:
         return next((request for request in self._waiting.values() if request not in self.holds), None)
 
-    def _seat(self, request: Request, blocks: list[int], entry: int) -> int:
+    def _seat(self, request: Request, found: list[Entry]) -> int:
         row = self.rows.seat(request)
-        self.tables.share(row, blocks)
-        cached = len(blocks) * self.limits.block_size
+        self.tables.share(row, found)
+        cached = len(found) * self.limits.block_size
         self.rows.cursor[row] = cached
-        self.sharing.adopt(row, len(blocks), entry)
+        self.sharing.adopt(row, found)
         self._prefilling.append(row)
         if not request.was_admitted:
             request.was_admitted = True
@@ -243,6 +250,7 @@ class Scheduler:
         for chunk in chunks:
             rows.cursor[chunk.row] = chunk.length
             self.sharing.register(chunk.row)
+        self._fed = [chunk.row for chunk in chunks]
         for row in sampling:
             self._prefilling.remove(row)
         rows.decoding[sampling] = True

@@ -15,23 +15,24 @@ from gapless.kernels.mixed import count_token
 
 @triton.jit
 def _begin(
-    packed, last_token, length, blocks, ids, positions, slots, lengths, rows, num_rows, table_stride,
-    BATCH: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
+    packed, last_token, length, blocks, ids, positions, slots, lengths, rows, num_rows, group_stride, table_stride,
+    BATCH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: take in its new block, if it got one, and say what the model is fed."""
+    """One row: take in its new blocks, if it got any, and say what the model is fed."""
     launch_dependents_and_wait(PDL)
     i = tl.program_id(0)
     row = tl.load(packed + i).to(tl.int64)
-    new_block = tl.load(packed + BATCH + i).to(tl.int64)
     position = tl.load(length + row)
-    entry = blocks + row * table_stride + position // BLOCK_SIZE
-    block = tl.load(entry)
-    if new_block >= 0:
-        block = new_block
-        tl.store(entry, new_block)
+    for group in tl.static_range(GROUPS):
+        new_block = tl.load(packed + (1 + group) * BATCH + i).to(tl.int64)
+        entry = blocks + group * group_stride + row * table_stride + position // BLOCK_SIZE
+        block = tl.load(entry)
+        if new_block >= 0:
+            block = new_block
+            tl.store(entry, new_block)
+        tl.store(slots + group * BATCH + i, block * BLOCK_SIZE + position % BLOCK_SIZE)
     tl.store(ids + i, tl.load(last_token + row))
     tl.store(positions + i, position)
-    tl.store(slots + i, block * BLOCK_SIZE + position % BLOCK_SIZE)
     tl.store(lengths + i, position + 1)
     tl.store(rows + i, row)
 
@@ -55,12 +56,13 @@ def _end(
 
 
 class DecodeInputs:
-    """The model's inputs for a batch of a fixed size. `begin` writes them."""
+    """The model's inputs for a batch of a fixed size, which `begin` writes; slots for each group of layers."""
 
-    def __init__(self, batch: int, device: torch.device) -> None:
+    def __init__(self, batch: int, num_groups: int, device: torch.device) -> None:
         self.batch = batch
-        self.ids, self.positions, self.slots, self.lengths, self.rows = (
-            torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(5)
+        self.slots = torch.zeros(num_groups, batch, dtype=torch.int64, device=device)
+        self.ids, self.positions, self.lengths, self.rows = (
+            torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(4)
         )
 
 
@@ -72,11 +74,12 @@ def begin(
     block_size: int,
     inputs: DecodeInputs,
 ) -> None:
-    """`packed` [2 * batch] int32: rows, then each row's new block or -1."""
+    """`packed` int32: rows, then for each group of layers each row's new block or -1. blocks: tables of each group."""
     _begin[(inputs.batch,)](
         packed, last_token, length, blocks,
         inputs.ids, inputs.positions, inputs.slots, inputs.lengths, inputs.rows,
-        len(last_token) - 1, blocks.stride(0), BATCH=inputs.batch, BLOCK_SIZE=block_size, num_warps=1, **pdl(),
+        len(last_token) - 1, blocks.stride(0), blocks.stride(1),
+        BATCH=inputs.batch, GROUPS=len(blocks), BLOCK_SIZE=block_size, num_warps=1, **pdl(),
     )  # fmt: skip
 
 

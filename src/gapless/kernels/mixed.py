@@ -5,7 +5,7 @@ only how many there are at most. What is left over belongs to a row of padding (
 block of its own and never advances. Runs under Triton's interpreter too.
 
     header | decode_rows | chunk_rows | chunk_offsets | chunk_starts | chunk_ends | chunk_samples | chunk_tokens
-    | new_blocks (row, index, block) | seat_rows | seats
+    | new_blocks (row, index, block of each group of layers) | seat_rows | seats
     | count_rows | counts (row, token, count) | biases (row, index, token, bits) | score_places
 """
 
@@ -17,8 +17,8 @@ import triton.language as tl
 
 from gapless.core.row_fields import SEAT_WORDS
 
-# numbers, of which the first ten are: decode rows, chunks, tokens, new blocks, seats, samples, num_top, and rows whose
-# counts begin anew, counts, biases
+# numbers, of which the first eleven are: decode rows, chunks, tokens, new blocks, seats, samples, num_top, rows whose
+# counts begin anew, counts, biases, and the numbers of a new block
 HEADER = 12
 CHUNK_WORDS = 5  # row, offset, start, end, and which sample it gives, or -1
 NO_SCORE = -1
@@ -33,7 +33,8 @@ def find_baggage(packed, SEAT_WORDS: tl.constexpr):
     """Where the baggage of new owners begins, and how many rows, counts and biases it has."""
     num_chunks = tl.load(packed + 1)
     num_tokens = tl.load(packed + 2)
-    at = packed + _HEADER + _CHUNK_WORDS * num_chunks + num_tokens + 3 * tl.load(packed + 3)
+    at = packed + _HEADER + _CHUNK_WORDS * num_chunks + num_tokens
+    at += tl.load(packed + 3) * tl.load(packed + 10)
     at += tl.load(packed + 4) * (SEAT_WORDS + 1)
     return at, tl.load(packed + 7), tl.load(packed + 8), tl.load(packed + 9)
 
@@ -48,8 +49,9 @@ def count_token(counts, row, token, here, VOCAB: tl.constexpr):
 
 @triton.jit
 def _take_in(
-    packed, blocks, seats, table_stride, SEAT_WORDS: tl.constexpr, SEAT_BLOCK: tl.constexpr, TILE: tl.constexpr
-):
+    packed, blocks, seats, group_stride, table_stride,
+    GROUPS: tl.constexpr, SEAT_WORDS: tl.constexpr, SEAT_BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Some of the new entries of block tables, and one new owner's seat."""
     i = tl.program_id(0)
     num_chunks = tl.load(packed + 1)
@@ -59,11 +61,13 @@ def _take_in(
     at = packed + _HEADER + _CHUNK_WORDS * num_chunks + num_tokens
     entry = i * TILE + tl.arange(0, TILE)
     here = entry < num_blocks
-    row = tl.load(at + 3 * entry, mask=here, other=0).to(tl.int64)
-    index = tl.load(at + 3 * entry + 1, mask=here, other=0)
-    block = tl.load(at + 3 * entry + 2, mask=here, other=0)
-    tl.store(blocks + row * table_stride + index, block.to(tl.int64), mask=here)
-    at += 3 * num_blocks
+    words = at + (2 + GROUPS) * entry
+    row = tl.load(words, mask=here, other=0).to(tl.int64)
+    index = tl.load(words + 1, mask=here, other=0)
+    for group in tl.static_range(GROUPS):
+        block = tl.load(words + 2 + group, mask=here, other=0)
+        tl.store(blocks + group * group_stride + row * table_stride + index, block.to(tl.int64), mask=here)
+    at += (2 + GROUPS) * num_blocks
     if i < num_seats:
         word = tl.arange(0, SEAT_BLOCK)
         owned = tl.load(at + i).to(tl.int64)
@@ -75,9 +79,10 @@ def _take_in(
 def _begin(
     packed, last_token, length, blocks, ids, positions, slots,
     decode_rows, decode_lengths, chunk_rows, chunk_offsets, chunk_starts, chunk_ends,
-    sample_tokens, sample_rows, sample_places, score_places, num_top, padding_row, table_stride, max_rows, max_tokens,
-    MAX_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEAT_WORDS: tl.constexpr,
-    TILE: tl.constexpr,
+    sample_tokens, sample_rows, sample_places, score_places, num_top, padding_row, group_stride, table_stride,
+    max_rows, max_tokens,
+    GROUPS: tl.constexpr, MAX_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SEAT_WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of the step's tokens, and as many of its decode rows, chunks and samples."""
     num_decodes = tl.load(packed)
@@ -105,10 +110,12 @@ def _begin(
     known = tl.load(packed + _HEADER + _CHUNK_WORDS * num_chunks + i, mask=in_chunk, other=0).to(tl.int64)
     kept = tl.load(last_token + row, mask=is_decode, other=0)
     here = i < max_tokens
-    block = tl.load(blocks + row * table_stride + position // BLOCK_SIZE, mask=here, other=0)
+    for group in tl.static_range(GROUPS):
+        entry = blocks + group * group_stride + row * table_stride + position // BLOCK_SIZE
+        block = tl.load(entry, mask=here, other=0)
+        tl.store(slots + group * max_tokens + i, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=here)
     tl.store(ids + i, tl.where(is_decode, kept, known), mask=here)
     tl.store(positions + i, position, mask=here)
-    tl.store(slots + i, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=here)
 
     in_rows = i < max_rows
     decode_row = tl.where(is_decode, row, padding.to(tl.int64))
@@ -168,14 +175,18 @@ def _end(
 
 
 class MixedInputs:
-    """The inputs of model, attention and sampler for steps of at most so many rows and tokens. `begin` writes them."""
+    """The inputs of model, attention and sampler for steps of at most so many rows and tokens. `begin` writes them.
 
-    def __init__(self, num_rows: int, num_tokens: int, device: torch.device) -> None:
+    `slots` has a row for each group of layers.
+    """
+
+    def __init__(self, num_rows: int, num_tokens: int, num_groups: int, device: torch.device) -> None:
         def make(count: int, dtype: torch.dtype, size: int) -> tuple[torch.Tensor, ...]:
             return tuple(torch.zeros(size, dtype=dtype, device=device) for _ in range(count))
 
         self.num_rows, self.num_tokens = num_rows, num_tokens
-        self.ids, self.positions, self.slots = make(3, torch.int64, num_tokens)
+        self.ids, self.positions = make(2, torch.int64, num_tokens)
+        self.slots = torch.zeros(num_groups, num_tokens, dtype=torch.int64, device=device)
         self.decode_rows, self.decode_lengths = make(2, torch.int64, num_rows)
         self.chunk_rows, self.chunk_offsets, self.chunk_starts, self.chunk_ends = make(4, torch.int32, num_rows)
         self.sample_tokens, self.sample_rows, self.sample_places = make(3, torch.int64, num_rows)
@@ -194,18 +205,19 @@ def begin_mixed(
     inputs: MixedInputs,
 ) -> None:
     """Take in new owners and blocks, then write the step's inputs. `packed`: as the head of this file says."""
-    stride, padding_row = blocks.stride(0), len(last_token) - 1
+    strides, padding_row = blocks.stride()[:2], len(last_token) - 1
     seat_block = triton.next_power_of_2(SEAT_WORDS)
     _take_in[(max(inputs.num_rows, triton.cdiv(max_new_blocks, TILE)),)](
-        packed, blocks, seats, stride, SEAT_WORDS=SEAT_WORDS, SEAT_BLOCK=seat_block, TILE=TILE, num_warps=1
-    )
+        packed, blocks, seats, *strides,
+        GROUPS=len(blocks), SEAT_WORDS=SEAT_WORDS, SEAT_BLOCK=seat_block, TILE=TILE, num_warps=1,
+    )  # fmt: skip
     some, max_chunks = inputs, triton.next_power_of_2(padding_row)
     _begin[(triton.cdiv(some.num_tokens, TILE),)](
         packed, last_token, length, blocks, some.ids, some.positions, some.slots,
         some.decode_rows, some.decode_lengths, some.chunk_rows, some.chunk_offsets, some.chunk_starts, some.chunk_ends,
         some.sample_tokens, some.sample_rows, some.sample_places, some.score_places, some.num_top,
-        padding_row, stride, some.num_rows, some.num_tokens,
-        MAX_CHUNKS=max_chunks, CHUNKS=min(max_chunks, CHUNKS_AT_A_TIME),
+        padding_row, *strides, some.num_rows, some.num_tokens,
+        GROUPS=len(blocks), MAX_CHUNKS=max_chunks, CHUNKS=min(max_chunks, CHUNKS_AT_A_TIME),
         BLOCK_SIZE=block_size, SEAT_WORDS=SEAT_WORDS, TILE=TILE, num_warps=4,
     )  # fmt: skip
 

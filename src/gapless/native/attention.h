@@ -21,15 +21,18 @@ constexpr int GROUPS = SPAN / LANES;    // of keys in a span
 constexpr int TILE_ROWS = 6;            // queries that share what is loaded
 constexpr int TOKENS_TIMES_HEADS = 48;  // queries of a tile, about
 
-// A block's keys and values of all layers lie together, so that memory is touched block by block as rows grow.
+// A block holds some tokens of one group of layers; their keys and values lie together, so that memory is touched block
+// by block as rows grow.
 struct Cache {
-    float* memory;  // [num_blocks][num_layers][2 * num_kv_heads][block_size][head_dim]: k heads, then v heads
-    int32_t num_layers, block_size, num_kv_heads, head_dim;
+    float* memory;          // [num_blocks][num_places][2 * num_kv_heads][block_size][head_dim]: k heads, then v heads
+    const int32_t* groups;  // of each layer, and its place in the blocks of its group
+    const int32_t* places;
+    int32_t num_places, block_size, num_kv_heads, head_dim;
 
     bool transposed() const { return block_size % LANES == 0; }
 
     float* keys(int64_t block, int layer, int head) const {
-        return memory + ((block * num_layers + layer) * 2 * num_kv_heads + head) * block_size * head_dim;
+        return memory + ((block * num_places + places[layer]) * 2 * num_kv_heads + head) * block_size * head_dim;
     }
 
     float* values(int64_t block, int layer, int head) const { return keys(block, layer, head + num_kv_heads); }
@@ -49,7 +52,7 @@ struct Cache {
 // Some tokens of one row, one after the other.
 struct QueryTile {
     int first_token, num_tokens, start;  // start: position of the first
-    const int64_t* blocks;               // the row's table
+    int64_t row;
 };
 
 // How a layer attends, beyond the plain softmax of all earlier positions.
@@ -78,15 +81,15 @@ void score(const float* q, int head_dim, const float* const* keys, float* scores
         for (int n = 0; n < NR; n++) store(scores + m * SPAN + n * LANES, sum[m][n]);
 }
 
-// out [MR][stride] += shares [MR][64] times `count` values, for 16 * NR columns
+// out [MR][stride] += shares [MR][64] times values `begin` to `end`, for 16 * NR columns
 template <int MR, int NR>
-void mix(const float* shares, int count, const float* const* values, int column, float* out, int stride) {
+void mix(const float* shares, int begin, int end, const float* const* values, int column, float* out, int stride) {
     vec sum[MR][NR];
 #pragma GCC unroll 8
     for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
         for (int n = 0; n < NR; n++) sum[m][n] = load(out + m * stride + column + n * LANES);
-    for (int k = 0; k < count; k++) {
+    for (int k = begin; k < end; k++) {
         vec v[NR];
 #pragma GCC unroll 8
         for (int n = 0; n < NR; n++) v[n] = load(values[k] + column + n * LANES);
@@ -104,7 +107,7 @@ void mix(const float* shares, int count, const float* const* values, int column,
 }
 
 typedef void (*Score)(const float*, int, const float* const*, float*);
-typedef void (*Mix)(const float*, int, const float* const*, int, float*, int);
+typedef void (*Mix)(const float*, int, int, const float* const*, int, float*, int);
 
 template <int... I>
 Score score_for(int rows, int groups, std::integer_sequence<int, I...>) {
@@ -136,11 +139,12 @@ class Attention {
 
     int tokens_a_tile() const { return std::max(1, TOKENS_TIMES_HEADS / heads_); }
 
-    // `q` are the first token's queries of this KV head, rotated and scaled; `out` its place for the results.
+    // `q` are the first token's queries of this KV head, rotated and scaled; `out` its place for the results. What the
+    // row's table has before the window may belong to others by now: it is found, and no result depends on it.
     template <class Output>
     void attend(
-        int layer, int kv_head, const QueryTile& tile, const Manner& manner, const float* q, long q_stride, Output* out,
-        long out_stride
+        int layer, int kv_head, const QueryTile& tile, const int64_t* blocks, const Manner& manner, const float* q,
+        long q_stride, Output* out, long out_stride
     ) {
         const int num_rows = tile.num_tokens * heads_, head_dim = cache_.head_dim;
         for (int t = 0; t < tile.num_tokens; t++)
@@ -154,9 +158,10 @@ class Attention {
         const int first = manner.window == 0 ? 0 : std::max(0, tile.start + 1 - manner.window);
         for (int start = first / SPAN * SPAN; start < length; start += SPAN) {
             const int count = std::min(SPAN, length - start);
-            find(layer, kv_head, tile.blocks, start, count);
+            find(layer, kv_head, blocks, start, count);
+            const int begin = std::max(0, first - start);
             for (int row = 0; row < num_rows; row += TILE_ROWS)
-                advance(row, std::min(TILE_ROWS, num_rows - row), tile.start - start, count, manner);
+                advance(row, std::min(TILE_ROWS, num_rows - row), tile.start - start, begin, count, manner);
         }
         for (int row = 0; row < num_rows; row++) {
             Output* to = out + row / heads_ * out_stride + row % heads_ * head_dim;
@@ -204,8 +209,9 @@ class Attention {
         }
     }
 
-    // Takes `rows` queries through the span. `ahead`: the tile's first position, counted from the span's.
-    void advance(int first, int rows, int ahead, int count, const Manner& manner) {
+    // Takes `rows` queries through the span. `ahead`: the tile's first position, counted from the span's, as is
+    // `unseen`, before which none of its tokens sees anything.
+    void advance(int first, int rows, int ahead, int unseen, int count, const Manner& manner) {
         const int groups = (count + LANES - 1) / LANES;
         alignas(64) float shares[TILE_ROWS * SPAN];
         score_for(rows, groups, Shapes())(&queries_[(size_t)first * cache_.head_dim], cache_.head_dim, key_groups_, shares);
@@ -216,7 +222,7 @@ class Attention {
         }
         for (int column = 0; column < width_; column += SPAN) {
             const int wide = std::min(GROUPS, (width_ - column) / LANES);
-            mix_for(rows, wide, Shapes())(shares, count, value_rows_, column, &out_[(size_t)first * width_], width_);
+            mix_for(rows, wide, Shapes())(shares, unseen, count, value_rows_, column, &out_[(size_t)first * width_], width_);
         }
     }
 

@@ -56,15 +56,18 @@ class Cache(Structure):
     """attention.h"""
 
     _fields_ = [
-        ("memory", c_void_p),
-        *((name, c_int32) for name in ("num_layers", "block_size", "num_kv_heads", "head_dim")),
+        *((name, c_void_p) for name in ("memory", "groups", "places")),
+        *((name, c_int32) for name in ("num_places", "block_size", "num_kv_heads", "head_dim")),
     ]
 
 
 class Rows(Structure):
     """step.cpp"""
 
-    _fields_ = [("last_token", c_void_p), ("length", c_void_p), ("blocks", c_void_p), ("max_blocks", c_int64)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("last_token", "length", "blocks")),
+        *((name, c_int64) for name in ("num_groups", "num_rows", "max_blocks")),
+    ]
 
 
 class Rotary(Structure):

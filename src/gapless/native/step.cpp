@@ -13,8 +13,11 @@ namespace gapless {
 
 // What the host keeps of each row; `native/library.py` has the same fields, here and below.
 struct Rows {
-    int64_t *last_token, *length, *blocks;
-    int64_t max_blocks;
+    int64_t *last_token, *length;
+    int64_t* blocks;  // [num_groups][num_rows][max_blocks]: of each group of layers a table for each row
+    int64_t num_groups, num_rows, max_blocks;
+
+    int64_t* table(int group, int64_t row) const { return blocks + (group * num_rows + row) * max_blocks; }
 };
 
 struct Rotary {
@@ -47,7 +50,7 @@ struct Plan {
         next(s.num_score_samples);
         score_tokens = next(s.num_targets);
         next(s.num_targets);
-        new_blocks = next(3 * s.num_new_blocks);
+        new_blocks = p;
     }
 
     int num_tokens() const { return count.num_decodes + count.num_chunk_tokens; }
@@ -177,8 +180,8 @@ class Engine : public AnyEngine {
         if (plan.num_tokens() > sizes_.max_tokens || sections.num_targets > sizes_.max_tokens) return TOO_LARGE;
         if (sections.num_samples > sizes_.max_samples) return TOO_LARGE;
         for (int i = 0; i < sections.num_new_blocks; i++) {
-            const int32_t* entry = plan.new_blocks + 3 * i;
-            rows_.blocks[entry[0] * rows_.max_blocks + entry[1]] = entry[2];
+            const int32_t* entry = plan.new_blocks + (2 + rows_.num_groups) * i;
+            for (int group = 0; group < rows_.num_groups; group++) rows_.table(group, entry[0])[entry[1]] = entry[2 + group];
         }
         if (const int status = gather(plan)) return status;
         make_tiles(plan);
@@ -214,21 +217,19 @@ class Engine : public AnyEngine {
     void make_tiles(const Plan& plan) {
         tiles_.clear();
         for (int i = 0; i < plan.count.num_decodes; i++)
-            tiles_.push_back({i, 1, (int)positions_[i], blocks_of(plan.decode_rows[i])});
+            tiles_.push_back({i, 1, (int)positions_[i], plan.decode_rows[i]});
         const int most = attentions_[0].tokens_a_tile();
         for (int c = 0; c < plan.count.num_chunks; c++) {
             const int start = plan.chunk_starts[c], count = plan.chunk_ends[c] - start;
             for (int i = 0; i < count; i += most)
                 tiles_.push_back(
-                    {plan.chunk_offsets[c] + i, std::min(most, count - i), start + i, blocks_of(plan.chunk_rows[c])}
+                    {plan.chunk_offsets[c] + i, std::min(most, count - i), start + i, plan.chunk_rows[c]}
                 );
         }
         std::stable_sort(tiles_.begin(), tiles_.end(), [](const QueryTile& a, const QueryTile& b) {
             return (long)a.num_tokens * (a.start + a.num_tokens) > (long)b.num_tokens * (b.start + b.num_tokens);
         });
     }
-
-    const int64_t* blocks_of(int row) const { return rows_.blocks + row * rows_.max_blocks; }
 
     // The whole step, as one of the threads sees it.
     void walk(const Plan& plan, float* logits, int thread) {
@@ -328,8 +329,7 @@ class Engine : public AnyEngine {
         const Shape& s = model_.shape;
         const int size = s.head_dim, position = positions_[token];
         const float* cos_sin = rotary_.tables + (layer.shape.rope * rotary_.num_positions + position) * 2 * size;
-        const int64_t* blocks = blocks_of(table_rows_[token]);
-        const int64_t block = blocks[position / cache_.block_size];
+        const int64_t block = rows_.table(cache_.groups[index], table_rows_[token])[position / cache_.block_size];
         float* q = heads_ + (long)token * s.qkv_size();
         float *k = q + s.q_size(), *v = k + s.num_kv_heads * size;
         normalize_heads(q, layer.q_norm, s.num_heads, size, s.eps, s.head_norm);
@@ -349,9 +349,10 @@ class Engine : public AnyEngine {
         team_.phase(thread, num_items, [&](int i) {
             const QueryTile& tile = tiles_[i / s.num_kv_heads];
             const int head = i % s.num_kv_heads;
+            const int64_t* blocks = rows_.table(cache_.groups[index], tile.row);
             float* q = heads_ + (long)tile.first_token * s.qkv_size() + head * group;
             auto attend = [&](auto* out, long stride) {
-                attentions_[thread].attend(index, head, tile, manner, q, s.qkv_size(), out, stride);
+                attentions_[thread].attend(index, head, tile, blocks, manner, q, s.qkv_size(), out, stride);
             };
             Input* to = mixed_ + tile.first_token * mixed_stride_;
             if constexpr (!QUANTIZED) return attend(to + head * group, mixed_stride_);

@@ -75,7 +75,7 @@ def _make_executor(
     make = partial(LocalExecutor, recorder=recorder)
     device, runner, limits = built.device, built.runner, built.resolved.limits
     if options.check:
-        return CheckedExecutor(device, runner, limits, num_slots, scheduler, built.layers, make)
+        return CheckedExecutor(device, runner, limits, num_slots, scheduler, built.kv, make)
     return make(device, runner, limits, num_slots)
 
 

@@ -1,8 +1,9 @@
 """The writers of every place of the KV cache, followed in the order of launches: the order of the one compute stream.
 
 Mirrors what the device will do with each plan: rows get owners and blocks, a step writes its tokens' places and reads
-its rows from their beginning. A place that holds anything but what its reader or an equal prefix wrote is a conflict,
-named with both requests, the block and the steps. Sees plans, not memory. For the checking mode.
+its rows from their beginning, or from where the window of a group of layers begins. A place that holds anything but
+what its reader or an equal prefix wrote for the same group is a conflict, named with both requests, the block and the
+steps. Sees plans, not memory. For the checking mode.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import LongArray, Request, RowTable
+from gapless.core.windows import first_block
 from gapless.errors import RaceError
 
 NOBODY = -1
@@ -27,8 +29,8 @@ class Tenancy:
     number: int
     request: Request
     epoch: int
-    blocks: LongArray  # [num_blocks] the row's table as the device has it
-    writers: LongArray  # [num_blocks, block_size] the tenancies whose writes this one may read
+    blocks: LongArray  # [num_groups, num_blocks] the row's tables as the device has them
+    writers: LongArray  # [num_groups, num_blocks, block_size] the writers whose writes this one may read
     length: int = 0  # positions written, or found in the prefix cache
 
 
@@ -47,16 +49,18 @@ class Touched:
 
     freed: LongArray
     fresh: LongArray
-    sample_blocks: LongArray  # [num_samples]
+    sample_blocks: LongArray  # [num_groups, num_samples]
 
 
 class BlockLedger:
     """The content of all blocks, and of the device's block tables, at the end of the launched steps."""
 
     def __init__(self, limits: Limits) -> None:
-        shape = (limits.num_blocks, limits.block_size)
+        shape = (limits.num_blocks + 1, limits.block_size)  # the last has no owner, as on the device
         self._size = limits.block_size
-        self._writer = np.full(shape, NOBODY, np.int64)
+        self._windows = limits.windows
+        self._unowned = limits.num_blocks
+        self._writer = np.full(shape, NOBODY, np.int64)  # number of the tenancy times groups, and the group
         self._position = np.full(shape, NOBODY, np.int64)
         self._step = np.zeros(shape, np.int64)
         self._poisoned = np.ones(limits.num_blocks, np.bool_)  # new memory needs none
@@ -82,12 +86,13 @@ class BlockLedger:
     def _seat(self, row: int, rows: RowTable) -> Tenancy:
         request = rows.request[row]
         assert request is not None, f"row {row} is given to nobody"
-        count = -(-request.limit // self._size)
-        table = np.full(count, NOBODY, np.int64)
-        writers = np.full((count, self._size), len(self._tenancies), np.int64)
+        count, groups = -(-request.limit // self._size), len(self._windows)
+        table = np.full((groups, count), NOBODY, np.int64)
+        writers = np.empty((groups, count, self._size), np.int64)
+        writers[:] = (len(self._tenancies) * groups + np.arange(groups))[:, None, None]
         tenancy = Tenancy(len(self._tenancies), request, int(rows.epoch[row]), table, writers)
         if (before := self._tenants[row]) is not None:
-            before.writers = before.blocks = np.empty(0, np.int64)  # its number is all that blocks remember
+            before.writers = before.blocks = np.empty((0, 0), np.int64)  # its number is all that blocks remember
         self._tenancies.append(tenancy)
         self._tenants[row] = tenancy
         return tenancy
@@ -96,28 +101,34 @@ class BlockLedger:
         """Enter the new blocks into the tables; return those that are not shared."""
         starts = {chunk.row: chunk.start for chunk in plan.chunks}
         fresh = []
-        for row, index, block in plan.new_blocks.tolist():
+        for row, index, *blocks in plan.new_blocks.tolist():
             tenancy = self._tenant(row, rows, plan)
-            tenancy.blocks[index] = block
+            tenancy.blocks[:, index] = blocks
             if tenancy in adopting and (index + 1) * self._size <= starts.get(row, 0):
-                self._adopt(plan, tenancy, index, rows)
+                for group in self._readers(index, starts[row]):
+                    self._adopt(plan, tenancy, group, index, rows)
             else:
-                fresh.append(block)
+                fresh += blocks
         for row in plan.seat_rows.tolist():
             self._tenant(row, rows, plan).length = starts.get(row, 0)
         return np.array(fresh, np.int64)
 
-    def _adopt(self, plan: Plan, tenancy: Tenancy, index: int, rows: RowTable) -> None:
+    def _readers(self, index: int, start: int) -> list[int]:
+        """Groups whose layers read this entry of their tables when a row goes on at `start`."""
+        firsts = [0 if window is None else first_block(start, window, self._size) for window in self._windows]
+        return [group for group, first in enumerate(firsts) if first <= index]
+
+    def _adopt(self, plan: Plan, tenancy: Tenancy, group: int, index: int, rows: RowTable) -> None:
         """A block found in the prefix cache: whoever wrote it must have the same tokens, and all before them too."""
-        block, first, end = int(tenancy.blocks[index]), index * self._size, (index + 1) * self._size
-        wrong = self._position[block] != np.arange(first, end)
+        block, first, end = int(tenancy.blocks[group, index]), index * self._size, (index + 1) * self._size
+        wrong = (self._position[block] != np.arange(first, end)) | (self._writer[block] % len(self._windows) != group)
         if wrong.any():
-            raise self._conflict(plan, tenancy, first + int(np.argmax(wrong)))
-        for number in np.unique(self._writer[block]).tolist():
+            raise self._conflict(plan, tenancy, group, first + int(np.argmax(wrong)))
+        for number in np.unique(self._writer[block] // len(self._windows)).tolist():
             theirs = _tokens(self._tenancies[number].request, rows)[:end]
             if len(theirs) < end or (theirs != _tokens(tenancy.request, rows)[:end]).any():
-                raise self._conflict(plan, tenancy, first)
-        tenancy.writers[index] = self._writer[block]
+                raise self._conflict(plan, tenancy, group, first)
+        tenancy.writers[group, index] = self._writer[block]
 
     def _tenant(self, row: int, rows: RowTable, plan: Plan) -> Tenancy:
         tenancy, request = self._tenants[row], rows.request[row]
@@ -143,51 +154,69 @@ class BlockLedger:
                 f"{name}: the device writes positions {span.start} to {span.end - 1} after {tenancy.length} others, "
                 f"the scheduler has handed out {rows.cursor[row]}"
             )
-        count = -(-span.end // self._size)
-        differs = tenancy.blocks[:count] != rows.blocks[row, :count]
-        if differs.any():
-            index = int(np.argmax(differs))
-            raise RaceError(
-                f"{name}: entry {index} of the block table is {tenancy.blocks[index]} on the device "
-                f"and {rows.blocks[row, index]} for the scheduler"
-            )
-        gone = np.isin(tenancy.blocks[:count], free)
-        if gone.any():
-            raise RaceError(f"{name}: block {tenancy.blocks[int(np.argmax(gone))]} is free, and the step reads it")
+        for group in range(len(self._windows)):
+            read = self._read_entries(span, group)
+            differs = tenancy.blocks[group, read] != rows.blocks[row, read, group]
+            if differs.any():
+                index = read.start + int(np.argmax(differs))
+                raise RaceError(
+                    f"{name}: entry {index} of the block table{self._of_group(group)} is "
+                    f"{tenancy.blocks[group, index]} on the device and {rows.blocks[row, index, group]} "
+                    "for the scheduler"
+                )
+            gone = np.isin(tenancy.blocks[group, read], [*free, self._unowned])
+            if gone.any():
+                block = tenancy.blocks[group, read][int(np.argmax(gone))]
+                raise RaceError(f"{name}: block {block} is free, and the step reads it")
+
+    def _read_entries(self, span: WrittenSpan, group: int) -> slice:
+        """The entries of a table that the span's tokens see."""
+        window = self._windows[group]
+        first = 0 if window is None else first_block(span.start, window, self._size)
+        return slice(first, -(-span.end // self._size))
+
+    def _of_group(self, group: int) -> str:
+        return f" of group {group}" if len(self._windows) > 1 else ""
 
     def _write(self, plan: Plan, span: WrittenSpan) -> None:
         positions = np.arange(span.start, span.end)
-        places = span.tenancy.blocks[positions // self._size], positions % self._size
-        self._writer[places] = span.tenancy.number
-        self._position[places] = positions
-        self._step[places] = plan.step
+        for group, table in enumerate(span.tenancy.blocks):
+            places = table[positions // self._size], positions % self._size
+            self._writer[places] = span.tenancy.number * len(self._windows) + group
+            self._position[places] = positions
+            self._step[places] = plan.step
         span.tenancy.length = span.end
 
     def _read(self, plan: Plan, span: WrittenSpan) -> None:
-        """Every place below the row's length holds its own position, written by this tenancy or an adopted one."""
-        tenancy, length = span.tenancy, span.end
-        blocks = tenancy.blocks[: -(-length // self._size)]
-        theirs = (self._writer[blocks] != tenancy.writers[: len(blocks)]).reshape(-1)[:length]
-        right = ~theirs & (self._position[blocks].reshape(-1)[:length] == np.arange(length))
-        self.num_reads += length
-        if not right.all():
-            raise self._conflict(plan, tenancy, int(np.argmin(right)))
+        """Every place that is seen holds its own position, written by this tenancy or an adopted one."""
+        tenancy = span.tenancy
+        for group, window in enumerate(self._windows):
+            read = self._read_entries(span, group)
+            first = 0 if window is None else max(0, span.start - window + 1)
+            seen = slice(first - read.start * self._size, span.end - read.start * self._size)
+            blocks = tenancy.blocks[group, read]
+            theirs = (self._writer[blocks] != tenancy.writers[group, read]).reshape(-1)[seen]
+            right = ~theirs & (self._position[blocks].reshape(-1)[seen] == np.arange(first, span.end))
+            self.num_reads += len(right)
+            if not right.all():
+                raise self._conflict(plan, tenancy, group, first + int(np.argmin(right)))
 
     def _sample_blocks(self, plan: Plan) -> LongArray:
         tenancies = [self._tenants[row] for row in plan.sample_rows.tolist()]
-        last = [tenancy.blocks[(tenancy.length - 1) // self._size] for tenancy in tenancies if tenancy is not None]
-        return np.array(last, np.int64)
+        last = [tenancy.blocks[:, (tenancy.length - 1) // self._size] for tenancy in tenancies if tenancy is not None]
+        return np.array(last, np.int64).reshape(-1, len(self._windows)).T
 
-    def _conflict(self, plan: Plan, tenancy: Tenancy, position: int) -> RaceError:
-        block, offset = int(tenancy.blocks[position // self._size]), position % self._size
-        number = int(self._writer[block, offset])
+    def _conflict(self, plan: Plan, tenancy: Tenancy, group: int, position: int) -> RaceError:
+        block, offset = int(tenancy.blocks[group, position // self._size]), position % self._size
+        number, other = divmod(int(self._writer[block, offset]), len(self._windows))
         found = "nobody has written"
         if number != NOBODY:
             writer = self._tenancies[number].request.id
-            found = f"step {self._step[block, offset]} wrote position {self._position[block, offset]} of {writer!r}"
+            what = f"position {self._position[block, offset]}{self._of_group(other)} of {writer!r}"
+            found = f"step {self._step[block, offset]} wrote {what}"
         return RaceError(
-            f"step {plan.step} reads position {position} of request {tenancy.request.id!r} from block {block}, "
-            f"where {found}"
+            f"step {plan.step} reads position {position}{self._of_group(group)} of request {tenancy.request.id!r} "
+            f"from block {block}, where {found}"
         )
 
 

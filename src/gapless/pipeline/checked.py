@@ -23,6 +23,7 @@ from gapless.pipeline.block_ledger import BlockLedger, Touched
 from gapless.pipeline.executor import Executor, FillMasks, LocalExecutor, StepRunner, Ticket
 from gapless.runner.calls import Call
 from gapless.runner.fill import Filled
+from gapless.runner.kits.base import BlockMemory
 from gapless.runner.steering import Steering
 
 SPOILED = -2  # in place of a token: the row read KV that is not a number
@@ -34,11 +35,11 @@ MakeExecutor = Callable[[Device, StepRunner, Limits, int], Executor]
 class PoisoningRunner:
     """A runner whose steps begin by poisoning freed blocks and cleaning new ones."""
 
-    def __init__(self, inner: StepRunner, layers: Sequence[torch.Tensor]) -> None:
+    def __init__(self, inner: StepRunner, memory: BlockMemory) -> None:
         self.buffers: Sequence[Buffer] = inner.buffers
         self.mask_words = inner.mask_words
         self._inner = inner
-        self._layers = layers  # of the KV cache, blocks first
+        self._memory = memory
         self._touched: dict[int, Touched] = {}
 
     def expect(self, plan: Plan, touched: Touched) -> None:
@@ -66,31 +67,31 @@ class PoisoningRunner:
 
     def _begin(self, plan: Plan) -> None:
         touched = self._touched[plan.step]
-        self._overwrite(touched.freed, poison_of(self._layers[0].dtype))
+        self._overwrite(touched.freed, poison_of(self._memory.places[0].dtype))
         self._overwrite(touched.fresh, 0)
 
     def _end(self, plan: Plan, out: torch.Tensor) -> None:
-        self._mark_spoiled(self._touched.pop(plan.step).sample_blocks, out)
+        self._mark_spoiled(self._touched.pop(plan.step).sample_blocks[self._memory.last_group], out)
 
     def _overwrite(self, blocks: LongArray, value: float) -> None:
         if len(blocks):
             index = self._on_device(blocks)
-            for layer in self._layers:
-                layer.index_fill_(0, index, value)
+            for place in self._memory.places:
+                place.index_fill_(0, index, value)
 
     def _mark_spoiled(self, blocks: LongArray, out: torch.Tensor) -> None:
         """Spoiled input spoils every later layer, so the last layer's keys and values show it.
 
         A sampled row's last block was clean when the row got it, and nobody else writes there.
         """
-        last = self._layers[-1]
+        last = self._memory.places[self._memory.last_place]
         if len(blocks) == 0 or not last.is_floating_point():
             return
         spoiled = last[self._on_device(blocks)].isnan().flatten(1).any(dim=1)
         out[: len(blocks)].masked_fill_(spoiled, SPOILED)
 
     def _on_device(self, numbers: LongArray) -> torch.Tensor:
-        tensor, device = torch.from_numpy(numbers), self._layers[0].device
+        tensor, device = torch.from_numpy(np.ascontiguousarray(numbers)), self._memory.places[0].device
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -104,12 +105,12 @@ class CheckedExecutor:
         limits: Limits,
         num_slots: int,
         scheduler: Scheduler,
-        layers: Sequence[torch.Tensor],
+        memory: BlockMemory,
         make: MakeExecutor = LocalExecutor,
     ) -> None:
         self.ledger = BlockLedger(scheduler.limits)
         self._scheduler = scheduler
-        self._runner = PoisoningRunner(runner, layers)
+        self._runner = PoisoningRunner(runner, memory)
         self._inner = make(device, self._runner, limits, num_slots)
 
     def launch(self, plan: Plan) -> Ticket:

@@ -106,7 +106,7 @@ class LocalExecutor:
         else:
             ticket = Ticket(plan, slot, self._step(filled, slot))
             self._copy_out(plan, slot)
-        self._recorder.launched(plan.step, plan.num_samples, plan.num_tokens, len(plan.new_blocks))
+        self._recorder.launched(plan.step, plan.num_samples, plan.num_tokens, len(plan.new_blocks) * plan.num_groups)
         return ticket
 
     def complete(self, ticket: Ticket, fill_masks: FillMasks, calls: tuple[Call, ...] = ()) -> Ticket:

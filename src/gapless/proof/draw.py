@@ -49,7 +49,7 @@ def draw_schedule(
         chosen = _repeated(chosen, dice.randint(2, count))
     block_size = dice.choice(menu.block_sizes)
     most = room.limits(block_size).num_blocks
-    needed = max(-(-min(ask.length, room.max_model_len) // block_size) for ask in chosen)
+    needed = max(room.least_blocks(ask.length, block_size) for ask in chosen)
     num_rows = count if steady else min(room.num_rows, max(dice.randint(1, count), dice.randint(1, count)))
     scarce = not steady and dice.random() < 0.6
     return Schedule(

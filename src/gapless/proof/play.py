@@ -7,7 +7,7 @@ depends only on the schedule. Collects tokens, batches and errors, but does not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -119,7 +119,7 @@ class Player:
         make_executor: MakeExecutor,
     ) -> None:
         self._schedule, self._watch, self._played = schedule, watch, played
-        self._scheduler = Scheduler(schedule.limits)
+        self._scheduler = Scheduler(replace(schedule.limits, windows=stage.room.windows))
         self._coming = sorted(schedule.asks, key=lambda ask: ask.arrival)
         self._aborts = {ask.id: ask.abort for ask in schedule.asks if ask.abort is not None}
         self._stopped: list[str] = []  # ended on the output side, not yet known to the scheduler
@@ -143,13 +143,13 @@ class Player:
             self._check_empty()
 
     def _make_executor(self, cast: Cast, make: MakeExecutor) -> Executor:
-        junk = poison_of(cast.layers[0].dtype) if self._watch.conflicts else JUNK
+        junk = poison_of(cast.kv.places[0].dtype) if self._watch.conflicts else JUNK
         self._device.stream("compute").run(lambda: forget(cast, junk), "forget", writes=cast.runner.buffers)
         runner = Failing(cast.runner, self._schedule.failures)
         depth = self._schedule.depth
         if not self._watch.conflicts:
             return make(self._device, runner, cast.limits, depth)
-        return CheckedExecutor(self._device, runner, cast.limits, depth, self._scheduler, cast.layers, make)
+        return CheckedExecutor(self._device, runner, cast.limits, depth, self._scheduler, cast.kv, make)
 
     def _admit(self, idle: bool) -> bool:
         self._turns_left -= 1
@@ -249,9 +249,9 @@ class Failing:
 @torch.inference_mode()
 def forget(cast: Cast, junk: float) -> None:
     """Clear KV memory of earlier runs. Rows may keep their content: no correct step reads it."""
-    for layer in cast.layers:
-        layer[: cast.limits.num_blocks] = junk
-        layer[cast.limits.num_blocks :] = 0  # nobody's, and never over
+    for place in cast.kv.places:
+        place[: cast.limits.num_blocks] = junk
+        place[cast.limits.num_blocks :] = 0  # nobody's, and never over
 
 
 class NotingExecutor:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gapless import __version__
+from gapless.core.windows import NO_WINDOWS
 from gapless.errors import ConfigError
 from gapless.proof.judge import Verdict
 from gapless.proof.play import Trouble
@@ -105,7 +106,7 @@ class ProofFailure:
             return cls(
                 model=value["model"],
                 options=value["options"],
-                room=Room(**value["room"]),
+                room=Room(**value["room"] | {"windows": tuple(value["room"].get("windows", NO_WINDOWS))}),
                 most_tokens=value["most_tokens"],
                 schedule=Schedule.from_json(value["schedule"]),
                 trouble=Trouble(**value["trouble"]),

@@ -7,14 +7,13 @@ model and the memory. Knows no schedule.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from gapless.config import EngineOptions
 from gapless.core.limits import Limits
+from gapless.core.windows import NO_WINDOWS, Windows, most_blocks
 from gapless.device import ORDERED, open_device
 from gapless.device.base import Device
 from gapless.device.checker import CheckedDevice
@@ -25,6 +24,8 @@ from gapless.models.source import ModelSource
 from gapless.pipeline.executor import StepRunner
 from gapless.runner.build import assemble, load
 from gapless.runner.kits import kit_for
+from gapless.runner.kits.base import BlockMemory
+from gapless.runner.layer_groups import LayerGroups
 from gapless.runner.native import NativeModel
 from gapless.runner.resolve import Resolved, resolve, settle
 from gapless.text.tokenizer import Tokenizer
@@ -40,15 +41,21 @@ class Room:
     num_places: int  # of the KV cache, in tokens
     max_batch_tokens: int
     max_model_len: int
+    windows: Windows = NO_WINDOWS  # of the model's groups of layers, each of which has room for all tokens
 
     def limits(self, block_size: int) -> Limits:
         return Limits(
             num_rows=self.num_rows,
-            num_blocks=-(-self.num_places // block_size),
+            num_blocks=-(-self.num_places // block_size) * len(self.windows),
             block_size=block_size,
             max_batch_tokens=self.max_batch_tokens,
             max_model_len=self.max_model_len,
+            windows=self.windows,
         )
+
+    def least_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Blocks with which a request of so many tokens can run."""
+        return most_blocks(min(num_tokens, self.max_model_len), 1, self.windows, block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ class Cast:
     """A runner, and the KV memory it works on."""
 
     runner: StepRunner
-    layers: Sequence[torch.Tensor]  # blocks first
+    kv: BlockMemory
     limits: Limits
 
 
@@ -79,8 +86,19 @@ class ModelStage:
     def __init__(
         self, model: CausalLM | NativeModel, resolved: Resolved, room: Room, tokenizer: Tokenizer | None = None
     ) -> None:
-        self.model, self.resolved, self.room, self.tokenizer = model, resolved, room, tokenizer
+        self.model, self.tokenizer = model, tokenizer
         self._kit = kit_for(resolved.device_name)
+        self.resolved = resolved
+        self.make_room(room)
+
+    def make_room(self, room: Room) -> None:
+        """Schedules may need so much from now on. Layers are grouped for its lengths, if they are at all."""
+        groups = self.resolved.groups
+        if groups.windows != NO_WINDOWS:
+            specs = self.resolved.model.attention_specs()
+            groups = LayerGroups.of([spec.window for spec in specs], room.max_model_len)
+        self.room = dataclasses.replace(room, windows=groups.windows)
+        self._groups = groups
         self._casts: dict[int, Cast] = {}
 
     @classmethod
@@ -127,10 +145,10 @@ class ModelStage:
         if block_size not in self._casts:
             limits = self.room.limits(block_size)
             device = open_device(self.resolved.device_name)
-            resolved = dataclasses.replace(self.resolved, limits=limits)
+            resolved = dataclasses.replace(self.resolved, limits=limits, groups=self._groups)
             built = assemble(device, self.model, resolved)
             device.close()
-            self._casts[block_size] = Cast(built.runner, built.layers, limits)
+            self._casts[block_size] = Cast(built.runner, built.kv, limits)
         return self._casts[block_size]
 
     def device(self, order: int | None, *, threads: bool, check: bool) -> Device:

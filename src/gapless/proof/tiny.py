@@ -21,6 +21,7 @@ from gapless.models.linear import plain
 from gapless.models.shapes import weight_shapes
 from gapless.models.weight import Weight
 from gapless.proof.stage import LONE_BLOCK_SIZE, ModelStage, Room
+from gapless.runner.layer_groups import LayerGroups
 from gapless.runner.native import NativeModel
 from gapless.runner.resolve import Resolved
 from gapless.text.parts import TokenizerParts
@@ -96,7 +97,9 @@ def tiny_stage(family: str, seed: int = 0, *, native: bool = False) -> ModelStag
 
     with torch.inference_mode():
         model = NativeModel(config, read) if native else CausalLM(config, read)
-    resolved = Resolved(config, "cpu", torch.float32, torch.float32, 0, ROOM.limits(LONE_BLOCK_SIZE), native=native)
+    groups = LayerGroups.of([spec.window for spec in config.attention_specs()], ROOM.max_model_len)
+    limits = ROOM.limits(LONE_BLOCK_SIZE)
+    resolved = Resolved(config, "cpu", torch.float32, torch.float32, 0, limits, groups, native=native)
     return ModelStage(model, resolved, ROOM, _tokenizer())
 
 

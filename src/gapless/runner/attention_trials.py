@@ -96,8 +96,8 @@ class Trials:
         self._slots.append(slots)
         num_decodes = 0 if spans else len(rows)
         batch = AttentionBatch(
-            slots=slots,
-            blocks=blocks,
+            slots=(slots,) * self._limits.num_groups,
+            tables=(blocks,) * self._limits.num_groups,
             decode_rows=rows[:num_decodes],
             decode_lengths=places[:num_decodes] + 1,
             max_decode_length=length,

@@ -5,8 +5,8 @@ that only steer the launch (sizes, spans) stay in the plan on the host.
 
     decode_rows | chunk_tokens | chunk_positions | chunk_token_rows | chunk_rows | chunk_offsets | chunk_starts
     | chunk_ends | sample_tokens | sample_rows | score_samples | score_tokens | score_targets
-    | new_blocks (row, index, block) | seat_rows | seats (SEAT_WORDS numbers each) | block_copies (from, to)
-    | count_rows | counts (row, token, count) | biases (row, index, token, bits of a float32)
+    | new_blocks (row, index, block of each group) | seat_rows | seats (SEAT_WORDS numbers each)
+    | block_copies (from, to) | count_rows | counts (row, token, count) | biases (row, index, token, bits of a float32)
 
 The results are one array too: the sampled tokens, then the scores (`plan.score_width` numbers each).
 """
@@ -40,6 +40,7 @@ class Sections:
     num_targets: int
     num_new_blocks: int
     num_seats: int
+    num_groups: int = 1  # of layers
     num_block_copies: int = 0
     num_counted: int = 0
     num_counts: int = 0
@@ -57,6 +58,7 @@ class Sections:
             plan.num_targets,
             len(plan.new_blocks),
             len(plan.seat_rows),
+            plan.num_groups,
             len(plan.block_copies),
             len(plan.baggage.count_rows),
             len(plan.baggage.counts),
@@ -80,7 +82,7 @@ class Sections:
             self.num_score_samples,
             self.num_targets,
             self.num_targets,
-            3 * self.num_new_blocks,
+            (2 + self.num_groups) * self.num_new_blocks,
             self.num_seats,
             self.num_seats * SEAT_WORDS,
             2 * self.num_block_copies,
@@ -120,7 +122,7 @@ class Packed:
     score_samples: torch.Tensor  # [num_score_samples] which of the samples want log-probabilities
     score_tokens: torch.Tensor  # [num_targets] which of the step's tokens is followed by a target
     score_targets: torch.Tensor  # [num_targets] the prompt tokens whose log-probabilities are wanted
-    new_blocks: torch.Tensor  # [num_new_blocks, 3]
+    new_blocks: torch.Tensor  # [num_new_blocks, 2 + num_groups]
     seat_rows: torch.Tensor  # [num_seats]
     seats: torch.Tensor  # [num_seats, SEAT_WORDS]
     block_copies: torch.Tensor  # [num_block_copies, 2] from, to
@@ -131,8 +133,8 @@ class Packed:
 
 def capacity(limits: Limits) -> int:
     """Numbers that any plan within the limits packs into."""
-    rows, tokens = limits.num_rows, limits.max_batch_tokens
-    plan = Sections(rows, tokens, rows, rows, rows, tokens, limits.max_new_blocks, rows, limits.num_rows)
+    rows, tokens, groups = limits.num_rows, limits.max_batch_tokens, limits.num_groups
+    plan = Sections(rows, tokens, rows, rows, rows, tokens, limits.max_new_blocks, rows, groups, rows)
     return plan.total + limits.max_baggage
 
 
@@ -165,7 +167,8 @@ def unpack(packed: torch.Tensor, sections: Sections) -> Packed:
     *head, new_blocks, seat_rows, seats, copies, count_rows, counts, biases = torch.split(
         packed[: sections.total], list(sections.sizes)
     )
-    owners = (new_blocks.view(-1, 3), seat_rows, seats.view(-1, SEAT_WORDS), copies.view(-1, 2))
+    entries = new_blocks.view(-1, 2 + sections.num_groups)
+    owners = (entries, seat_rows, seats.view(-1, SEAT_WORDS), copies.view(-1, 2))
     baggage = (count_rows, counts.view(-1, COUNT_WORDS), biases.view(-1, BIAS_WORDS))
     return Packed(*(*head, *owners, *baggage))
 

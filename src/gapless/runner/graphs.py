@@ -108,15 +108,17 @@ class GraphRunner:
         if last and not len(plan.new_blocks) and last[0] == shape and np.array_equal(last[1], plan.decode_rows):
             return 0
         size, count = shape.num_rows, plan.num_decodes
-        rows, blocks, places = out[: 3 * size].reshape(3, size)
+        total = decode_size(size, self._limits)
+        table = out[: total - 1].reshape(-1, size)
+        rows, blocks, places = table[0], table[1:-1], table[-1]
         rows[:count] = plan.decode_rows
         rows[count:] = self._limits.num_rows
         blocks[:] = NO_BLOCK
         if len(plan.new_blocks):
-            blocks[np.searchsorted(plan.decode_rows, plan.new_blocks[:, 0])] = plan.new_blocks[:, 2]
+            blocks[:, np.searchsorted(plan.decode_rows, plan.new_blocks[:, 0])] = plan.new_blocks[:, 2:].T
         places[:] = score_places(plan, size) if len(plan.score_samples) else NO_SCORE
-        out[3 * size] = plan.num_top
-        return decode_size(shape)
+        out[total - 1] = plan.num_top
+        return total
 
     def step(self, filled: Filled, packed_plan: torch.Tensor, out: torch.Tensor) -> None:
         """Replay the plan's graph, or run it as it is."""

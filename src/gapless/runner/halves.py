@@ -50,11 +50,11 @@ class Halves:
         device = self.packed.device
         if shape.has_chunks:
             self.packed.zero_()
-            return MixedInputs(shape.num_rows, shape.num_tokens, device)
-        rows, rest = self.packed[: decode_size(shape)].tensor_split([shape.num_rows])
+            return MixedInputs(shape.num_rows, shape.num_tokens, self._limits.num_groups, device)
+        rows, rest = self.packed[: decode_size(shape.num_rows, self._limits)].tensor_split([shape.num_rows])
         rows.fill_(self._limits.num_rows)
         rest.fill_(NO_BLOCK)
-        return DecodeInputs(shape.num_rows, device)
+        return DecodeInputs(shape.num_rows, self._limits.num_groups, device)
 
     def play(self, step: Step, inputs: StaticInputs, is_plain: bool) -> None:
         """Both halves."""
@@ -95,13 +95,14 @@ class Halves:
         counts = None if is_plain else rows.counts
         end(found.tokens, inputs, rows.last_token, rows.length, counts, self.out)
         if not is_plain:
-            self._score(found, self.packed[2 * size : 3 * size], self.packed[3 * size : 3 * size + 1])
+            total = decode_size(size, self._limits)
+            self._score(found, self.packed[total - 1 - size : total - 1], self.packed[total - 1 : total])
 
     def _decode_batch(self, inputs: DecodeInputs) -> AttentionBatch:
         nothing = self.packed[:0]
         return AttentionBatch(
-            slots=inputs.slots,
-            blocks=self._rows.blocks,
+            slots=inputs.slots.unbind(0),
+            tables=self._rows.tables,
             decode_rows=inputs.rows,
             decode_lengths=inputs.lengths,
             max_decode_length=self._limits.max_model_len,
@@ -134,8 +135,8 @@ class Halves:
 
     def _mixed_batch(self, inputs: MixedInputs) -> AttentionBatch:
         return AttentionBatch(
-            slots=inputs.slots,
-            blocks=self._rows.blocks,
+            slots=inputs.slots.unbind(0),
+            tables=self._rows.tables,
             decode_rows=inputs.decode_rows,
             decode_lengths=inputs.decode_lengths,
             max_decode_length=self._limits.max_model_len,
@@ -151,6 +152,6 @@ class Halves:
         score_samples(found.logits, found.tokens, places, num_top, self.scores)
 
 
-def decode_size(shape: Shape) -> int:
+def decode_size(num_rows: int, limits: Limits) -> int:
     """Numbers that a decode step reads: rows, their new blocks, the places of their scores, and num_top."""
-    return 3 * shape.num_rows + 1
+    return (2 + limits.num_groups) * num_rows + 1

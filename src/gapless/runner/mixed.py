@@ -18,7 +18,7 @@ from gapless.runner.fill import baggage_parts, target_parts
 def mixed_capacity(limits: Limits) -> int:
     """Numbers that any plan within the limits packs into."""
     rows, tokens = limits.num_rows, limits.max_batch_tokens
-    plan = HEADER + rows * (CHUNK_WORDS + SEAT_WORDS + 2) + tokens + 3 * limits.max_new_blocks
+    plan = HEADER + rows * (CHUNK_WORDS + SEAT_WORDS + 2) + tokens + (2 + limits.num_groups) * limits.max_new_blocks
     return plan + limits.max_baggage + 2 * in_slices(tokens, rows)
 
 
@@ -62,7 +62,8 @@ def _header(plan: Plan) -> IntArray:
     counts = (len(plan.new_blocks), len(plan.seat_rows), plan.num_samples, num_top)
     baggage = plan.baggage
     sizes = len(baggage.count_rows), len(baggage.counts), len(baggage.biases)
-    return np.array([plan.num_decodes, len(plan.chunks), plan.num_tokens, *counts, *sizes, 0, 0], np.int32)
+    words = plan.new_blocks.shape[1]  # of each new block
+    return np.array([plan.num_decodes, len(plan.chunks), plan.num_tokens, *counts, *sizes, words, 0], np.int32)
 
 
 def _chunk_words(plan: Plan) -> IntArray:

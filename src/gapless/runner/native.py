@@ -42,6 +42,7 @@ from gapless.native import library as native
 from gapless.runner.calls import Call, process
 from gapless.runner.fill import Filled, Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
+from gapless.runner.layer_groups import LayerGroups
 from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import RowStore
 from gapless.runner.sampler import judged, sample
@@ -147,8 +148,13 @@ class NativeModel:
 class NativeRunner:
     """Runs steps like `Runner`. Its KV cache has a layout of its own (native/attention.h)."""
 
-    def __init__(self, device: Device, limits: Limits, model: NativeModel, kv: KVStore) -> None:
-        self._model, self._kv = model, kv  # the library has pointers into both
+    def __init__(
+        self, device: Device, limits: Limits, model: NativeModel, kv: KVStore, groups: LayerGroups | None = None
+    ) -> None:
+        """groups: of the layers; None: there is one."""
+        found = groups or LayerGroups.single(model.config.num_layers)
+        self._layers = torch.tensor((found.of_layer, found.places), dtype=torch.int32)
+        self._model, self._kv = model, kv  # the library has pointers into all three
         self._library: Any = native.load_library()
         self._num_blocks = limits.num_blocks + 1
         self.rows = RowStore(device, limits, model.config.vocab_size)
@@ -159,7 +165,7 @@ class NativeRunner:
         shape = (limits.num_rows, model.config.vocab_size)
         self.logits = device.buffer("logits", shape, torch.float32).tensor  # of the last step that was not all greedy
         self._engine = self._library.gapless_engine(
-            model.handle, *(ctypes.byref(x) for x in _engine_parts(limits, model, kv, self.rows))
+            model.handle, *(ctypes.byref(x) for x in _engine_parts(limits, model, kv, self._layers, self.rows))
         )
         if not self._engine:
             raise CapacityError("no memory for the native step")
@@ -209,7 +215,7 @@ class NativeRunner:
         _check(self._library.gapless_step(self._engine, packed_plan.data_ptr(), counts, logits, tokens))
 
     def _copy_blocks(self, copies: Tensor) -> None:
-        """Whole blocks, all layers at once: a block's memory lies together here."""
+        """Whole blocks: the memory of one lies together here."""
         sources, targets = copies.long().unbind(1)
         blocks = self._kv.buffer.tensor.view(self._num_blocks, -1)
         blocks[targets] = blocks[sources]
@@ -290,12 +296,14 @@ def _layer_shape(spec: LayerSpec, ropes: Sequence[RopeConfig | None]) -> native.
 
 
 def _engine_parts(
-    limits: Limits, model: NativeModel, kv: KVStore, rows: RowStore
+    limits: Limits, model: NativeModel, kv: KVStore, layers: Tensor, rows: RowStore
 ) -> tuple[native.Cache, native.Rows, native.Rotary, native.Sizes]:
-    config, memory = model.config, kv.buffer.tensor.data_ptr()
+    config = model.config
+    pointers = (kv.buffer.tensor.data_ptr(), layers[0].data_ptr(), layers[1].data_ptr())
+    kept = (rows.last_token, rows.length, rows.blocks)
     return (
-        native.Cache(memory, config.num_layers, limits.block_size, config.num_kv_heads, config.head_dim),
-        native.Rows(rows.last_token.data_ptr(), rows.length.data_ptr(), rows.blocks.data_ptr(), rows.blocks.shape[1]),
+        native.Cache(*pointers, len(kv.memory), limits.block_size, config.num_kv_heads, config.head_dim),
+        native.Rows(*(tensor.data_ptr() for tensor in kept), *rows.blocks.shape),
         native.Rotary(model.rotary.data_ptr(), model.rotary.shape[1]),
         native.Sizes(limits.max_batch_tokens, limits.num_rows, torch.get_num_threads()),
     )

@@ -20,6 +20,7 @@ from gapless.models.source import ModelSource
 from gapless.runner.kits import kit_for
 from gapless.runner.kits.base import Resolved, Settings
 from gapless.runner.kv_store import block_bytes
+from gapless.runner.layer_groups import LayerGroups
 
 __all__ = ["Resolved", "resolve"]
 
@@ -58,8 +59,11 @@ def resolve_on(device: Device, options: EngineOptions, settings: Settings, dry_r
     """The settings with the sizes that fit on the device; `dry_run` shows how much memory a step takes."""
     model, block_size = settings.model, options.block_size
     longest = max_model_len(options, model)
-    size = block_bytes(model.num_layers, block_size, model.num_kv_heads, model.head_dim, settings.kv_dtype)
-    wanted = -(-longest // block_size) * settings.num_rows
+    groups = LayerGroups.single(model.num_layers)
+    if settings.grouped:
+        groups = LayerGroups.of([spec.window for spec in model.attention_specs()], longest)
+    size = block_bytes(groups.num_places, block_size, model.num_kv_heads, model.head_dim, settings.kv_dtype)
+    wanted = -(-longest // block_size) * len(groups.windows) * settings.num_rows
     num_blocks = _num_blocks(options, size, wanted, partial(device.kv_budget, dry_run))
     limits = Limits(
         num_rows=settings.num_rows,
@@ -68,8 +72,9 @@ def resolve_on(device: Device, options: EngineOptions, settings: Settings, dry_r
         max_batch_tokens=settings.max_batch_tokens,
         max_model_len=longest,
         prefix_cache=options.prefix_cache,
+        windows=groups.windows,
     )
-    return Resolved.of(settings, num_blocks * size, limits)
+    return Resolved.of(settings, num_blocks * size, limits, groups)
 
 
 def max_model_len(options: EngineOptions, model: ModelConfig) -> int:

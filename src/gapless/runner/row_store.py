@@ -1,4 +1,4 @@
-"""The device's state of each row from step to step: last token, length, block table, its owner's seat,
+"""The device's state of each row from step to step: last token, length, block tables, its owner's seat,
 the counts of its tokens, its biases and its mask.
 
 Sampled tokens are written here and read here by the next step, so that no step waits for the host to know them.
@@ -38,13 +38,14 @@ class RowStore:
         rows = limits.num_rows + 1
         self.last_token = self._make(device, "last_token", (rows,), torch.int64)
         self.length = self._make(device, "length", (rows,), torch.int64)
-        self.blocks = self._make(device, "blocks", (rows, limits.max_blocks), torch.int64)
+        self.blocks = self._make(device, "blocks", (limits.num_groups, rows, limits.max_blocks), torch.int64)
+        self.tables = self.blocks.unbind(0)  # of each group of layers
         self.seats = self._make(device, "seats", (rows, SEAT_WORDS), torch.int32)
         self.masks = self._make(device, "masks", (rows, mask_words(vocab_size)), torch.int32)
         self.counts = self._make(device, "counts", (rows, vocab_size), torch.int16)
         self.biases = self._make(device, "biases", (rows, MAX_BIASES, 2), torch.int32)
         self.state = RowState(self.seats, self.masks, self.counts, self.biases)
-        self.blocks[-1] = limits.num_blocks  # padding has the scratch block for all its positions
+        self.blocks[:, -1] = limits.num_blocks  # padding has the scratch block for all its positions
         self.buffer = Buffer("rows", self.last_token, host=False)  # stands for all of them
 
     @staticmethod
@@ -56,8 +57,9 @@ class RowStore:
         if len(packed.seat_rows):
             self.seats[packed.seat_rows.long()] = packed.seats
         if len(packed.new_blocks):
-            row, index, block = packed.new_blocks.long().unbind(1)
-            self.blocks[row, index] = block
+            row, index, *blocks = packed.new_blocks.long().unbind(1)
+            for table, block in zip(self.tables, blocks, strict=True):
+                table[row, index] = block
         self.take_in(packed.count_rows, packed.counts, packed.biases)
 
     def take_masks(self, new: Steering) -> None:

@@ -117,11 +117,11 @@ class Runner:
         )
 
     def _batch(self, plan: Plan, packed: Packed, positions: torch.Tensor, token_rows: torch.Tensor) -> AttentionBatch:
-        blocks = self.rows.blocks
-        slots = blocks[token_rows, positions // self._block_size] * self._block_size + positions % self._block_size
+        index, offset = positions // self._block_size, positions % self._block_size
+        tables = self.rows.tables
         return AttentionBatch(
-            slots=slots,
-            blocks=blocks,
+            slots=tuple(table[token_rows, index] * self._block_size + offset for table in tables),
+            tables=tables,
             decode_rows=token_rows[: plan.num_decodes],
             decode_lengths=positions[: plan.num_decodes] + 1,
             max_decode_length=plan.max_decode_length,

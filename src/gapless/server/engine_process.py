@@ -310,6 +310,7 @@ def describe(engine: Engine) -> Ready:
         num_rows=limits.num_rows,
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
+        windows=limits.windows,
         kv_bytes=resolved.kv_bytes,
     )
 

@@ -98,6 +98,7 @@ class Ready(WireMessage, frozen=True):
     num_rows: int
     num_blocks: int
     block_size: int
+    windows: tuple[int | None, ...]  # of each group of layers
     kv_bytes: int
 
 

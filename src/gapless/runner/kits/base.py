@@ -25,6 +25,7 @@ from gapless.models.loader import LoadFormat
 from gapless.models.source import ModelSource
 from gapless.runner.fill import Filled
 from gapless.runner.kv_store import KVStore
+from gapless.runner.layer_groups import LayerGroups
 from gapless.runner.native import NativeModel
 from gapless.runner.steering import Steering
 
@@ -47,6 +48,7 @@ class Settings:
     slow_reason: str | None = None  # why they are not, where the user did not say so
     attention: tuple[str, ...] = ()  # names of which the fastest will run, where there is a choice
     stored: bool = False  # matrices of a GGUF stay as they are stored
+    grouped: bool = False  # layers with a window keep only its blocks
 
     @classmethod
     def of(
@@ -77,6 +79,7 @@ class Resolved:
     kv_dtype: torch.dtype
     kv_bytes: int
     limits: Limits
+    groups: LayerGroups
     native: bool  # steps are native calls
     slow_reason: str | None = None  # why they are not, where the user did not say so
     attention: tuple[str, ...] = ()  # names of which the fastest will run, where there is a choice
@@ -89,7 +92,7 @@ class Resolved:
         return self.model.kinds[0] if self.stored else str(self.dtype).removeprefix("torch.")
 
     @classmethod
-    def of(cls, settings: Settings, kv_bytes: int, limits: Limits) -> Resolved:
+    def of(cls, settings: Settings, kv_bytes: int, limits: Limits, groups: LayerGroups) -> Resolved:
         """The settings, and the sizes that fit."""
         return cls(
             settings.model,
@@ -98,6 +101,7 @@ class Resolved:
             settings.kv_dtype,
             kv_bytes,
             limits,
+            groups,
             native=settings.native,
             slow_reason=settings.slow_reason,
             attention=settings.attention,
@@ -139,13 +143,26 @@ class BatchRunner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockMemory:
+    """The KV memory as the checking mode sees it."""
+
+    places: Sequence[torch.Tensor]  # of a group of layers: blocks first, however a block is laid out
+    last_group: int = 0  # of the model's last layer
+    last_place: int = -1
+
+    @classmethod
+    def of(cls, places: Sequence[torch.Tensor], groups: LayerGroups) -> BlockMemory:
+        return cls(places, groups.of_layer[-1], groups.places[-1])
+
+
+@dataclass(frozen=True, slots=True)
 class Built:
     """A device with a model on it, ready to run steps."""
 
     resolved: Resolved
     device: Device
     runner: BatchRunner
-    layers: Sequence[torch.Tensor]  # the KV memory of each layer, blocks first, however a block is laid out
+    kv: BlockMemory
     capture_cost: str = ""  # what capturing graphs took, in words
     attention: str = ""  # which one runs and why, in words
 
@@ -185,7 +202,7 @@ def make_kv_store(device: Device, resolved: Resolved, *, heads_first: bool) -> K
     config, limits = resolved.model, resolved.limits
     return KVStore(
         device,
-        num_layers=config.num_layers,
+        places=resolved.groups.places,
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
         num_kv_heads=config.num_kv_heads,
@@ -195,6 +212,7 @@ def make_kv_store(device: Device, resolved: Resolved, *, heads_first: bool) -> K
     )
 
 
-def in_blocks(kv: KVStore, block_size: int) -> Sequence[torch.Tensor]:
-    """The pools, blocks first."""
-    return tuple(pool.view(-1, block_size, *pool.shape[1:]) for pool in kv.pools)
+def in_blocks(kv: KVStore, resolved: Resolved) -> BlockMemory:
+    """The memory, blocks first."""
+    size = resolved.limits.block_size
+    return BlockMemory.of([place.view(-1, size, *place.shape[1:]) for place in kv.memory], resolved.groups)

@@ -15,6 +15,7 @@ from gapless.models.layers import PlainLayers
 from gapless.models.loader import LoadFormat, load_model, open_weights, why_not_stored
 from gapless.models.source import ModelSource
 from gapless.runner.kits.base import (
+    BlockMemory,
     BuildProgress,
     Built,
     LoadedModel,
@@ -56,7 +57,9 @@ class CpuKit:
             raise ConfigError("batch_invariant: on a CPU only native steps are (option native, and a C++ compiler)")
         stored = native and options.dtype == "auto" and options.load_format == "auto" and why_not_stored(model) is None
         dtype = torch.float32 if stored else settings.dtype  # of what is not stored as blocks: norms and biases
-        return dataclasses.replace(settings, dtype=dtype, native=native, slow_reason=reason, stored=stored)
+        return dataclasses.replace(
+            settings, dtype=dtype, native=native, slow_reason=reason, stored=stored, grouped=True
+        )
 
     def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
         if settings.native:
@@ -75,11 +78,14 @@ class CpuKit:
         config, limits = resolved.model, resolved.limits
         kv = make_kv_store(device, resolved, heads_first=True)  # the reference gathers the KV cache head by head
         if isinstance(model, NativeModel):
-            layers = kv.buffer.tensor.view(limits.num_blocks + 1, config.num_layers, -1).unbind(1)
-            return Built(resolved, device, NativeRunner(device, limits, model, kv), layers)
-        attention = ReferenceAttention(kv.pools, limits.block_size, config.attention_specs())
-        runner = Runner(device, limits, kv, Step(model, attention, sample), resolved.slow_reason)
-        return Built(resolved, device, runner, in_blocks(kv, limits.block_size))
+            groups = resolved.groups
+            places = kv.buffer.tensor.view(limits.num_blocks + 1, groups.num_places, -1).unbind(1)
+            runner = NativeRunner(device, limits, model, kv, groups)
+            return Built(resolved, device, runner, BlockMemory.of(places, groups))
+        specs = config.attention_specs()
+        attention = ReferenceAttention(kv.pools, limits.block_size, specs, resolved.groups.of_layer)
+        plain = Runner(device, limits, kv, Step(model, attention, sample), resolved.slow_reason)
+        return Built(resolved, device, plain, in_blocks(kv, resolved))
 
 
 def load_native(

@@ -64,7 +64,7 @@ class CudaKit:
             options, model, "cuda", dtype=torch.bfloat16, kv_dtype=None, max_batch_tokens=8192, max_num_rows=256
         )
         return dataclasses.replace(
-            settings, attention=candidates(options, model, settings.kv_dtype), slow_reason=reason
+            settings, attention=candidates(options, model, settings.kv_dtype), slow_reason=reason, grouped=True
         )
 
     def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
@@ -90,7 +90,7 @@ class CudaKit:
         runner = Runner(device, limits, kv, step)
         graphs = GraphRunner(runner, step, limits, device, progress, resolved.slow_reason, processed=processed)
         device.late.watch_names("first product", product_shapes)
-        return Built(resolved, device, graphs, in_blocks(kv, limits.block_size), str(graphs.cost), choice)
+        return Built(resolved, device, graphs, in_blocks(kv, resolved), str(graphs.cost), choice)
 
 
 def make_layers(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool) -> Layers:
@@ -105,7 +105,7 @@ def choose_attention(device: Device, kv: KVStore, resolved: Resolved) -> tuple[A
     sizes = kv.pools, limits.block_size, config.attention_specs(), limits.num_rows, device.num_cores
     if resolved.batch_invariant:
         return InvariantAttention(*sizes, limits.max_model_len), "attention: triton (batch-invariant)"
-    own = TritonAttention(*sizes)
+    own = TritonAttention(*sizes, resolved.groups.of_layer)
     attention, choice = make_attention(own, limits, resolved.attention, replay_s, device.as_launch)
     log.info("%s", choice)
     return attention, str(choice)
