@@ -47,7 +47,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "attention": ("kernels", "models.spec"),
     "models": ("errors", "kernels"),
     "text": ("errors", "child", "models.source", "models.files", "models.gguf_file"),
-    "guides": ("core", "errors", "text", "models.source"),
+    "guides": ("core", "errors", "native", "text", "models.source"),
     "runner": (
         *(
             "core.baggage",

@@ -6,7 +6,7 @@ import numpy as np
 from wanderers import allowed, guide_for
 
 from gapless.errors import InvalidRequest
-from gapless.guides.masks import advance_grammars, fill_masks
+from gapless.guides.masks import advance_together, fill_masks
 from gapless.guides.vocabulary import Vocabulary
 from gapless.text.tokenizer import Tokenizer
 
@@ -48,7 +48,7 @@ def test_one_that_fails(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
 
 def test_tokens_for_many_at_once(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     guides = [guide_for(vocabulary, regex=text) for text in ("ab", "a", "a+", "bc", "ab")]
-    errors = advance_grammars(guides, tokenizer.encode("a") * 5)
+    errors = advance_together(guides, tokenizer.encode("a") * 5)
     assert list(errors) == [3]
     assert isinstance(errors[3], InvalidRequest)
     assert [guide.is_over for guide in guides] == [False, True, False, False, False]

@@ -80,7 +80,7 @@ def test_a_library_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "step.so"
     path.write_text("text")
     with pytest.raises(NativeUnavailable, match="cannot be loaded"):
-        library.open_library(path)
+        library.open_library(path, library.SIGNATURES)
 
 
 def test_parts_are_numbered_as_in_the_source() -> None:

@@ -15,13 +15,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from gapless.core.guide import Guide
 from gapless.core.structured import Structured
 from gapless.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from gapless.guides.grammar import Grammar
     from gapless.guides.vocabulary import Vocabulary
 
 NUM_THREADS = 2
@@ -35,12 +35,22 @@ MAX_KEPT_BYTES = 32 * 2**20  # of their sources together
 _stack_lock = threading.Lock()  # the size of the next thread's stack is a setting of the process
 
 
+class CompiledShape(Protocol):
+    """A shape, ready for guides: a grammar or an automaton."""
+
+    structured: Structured
+    is_spent: bool  # it has reached a limit: compile it again
+
+    def guide(self) -> Guide:
+        """A guide at the begin of a text."""
+
+
 @dataclass(eq=False, slots=True)
 class _Job:
     """A grammar to compile."""
 
     structured: Structured
-    future: Future[Grammar]
+    future: Future[CompiledShape]
     has_begun: bool = False
 
 
@@ -56,19 +66,19 @@ class Compiler:
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
         self._jobs: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
-        self._kept: OrderedDict[Structured, Future[Grammar]] = OrderedDict()  # the last used at the end
+        self._kept: OrderedDict[Structured, Future[CompiledShape]] = OrderedDict()  # the last used at the end
         self._kept_bytes = 0
         self._num_threads = 0
         self.num_compiled = 0
 
-    def start(self, structured: Structured) -> Future[Grammar]:
+    def start(self, structured: Structured) -> Future[CompiledShape]:
         """The grammar, now or later; a failure is InvalidRequest. A source that is known is not compiled again."""
         with self._lock:
             found = self._kept.get(structured)
             if found is not None and not _is_spent(found):
                 self._kept.move_to_end(structured)
                 return found
-            future: Future[Grammar] = Future()
+            future: Future[CompiledShape] = Future()
             future.set_running_or_notify_cancel()  # others may wait for it too: nobody can cancel it
             self._keep(structured, future)
             if self._num_threads < NUM_THREADS:
@@ -93,7 +103,7 @@ class Compiler:
             for _ in range(self._num_threads):
                 self._jobs.put(None)
 
-    def _keep(self, structured: Structured, future: Future[Grammar]) -> None:
+    def _keep(self, structured: Structured, future: Future[CompiledShape]) -> None:
         self._kept_bytes += len(structured.text) if structured not in self._kept else 0
         self._kept[structured] = future
         while len(self._kept) > MAX_KEPT or (self._kept_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
@@ -126,7 +136,7 @@ class Compiler:
             self._after(self._time_limit_s, self._give_up, job)
         return job.has_begun
 
-    def _result(self, structured: Structured) -> Grammar | InvalidRequest:
+    def _result(self, structured: Structured) -> CompiledShape | InvalidRequest:
         try:
             return self._compile(structured)
         except InvalidRequest as refusal:
@@ -134,11 +144,14 @@ class Compiler:
         except Exception as error:
             return structured.refuse(f"{type(error).__name__}: {error}")
 
-    def _compile(self, structured: Structured) -> Grammar:
-        """The library is loaded here: an engine that is never asked for a shape does without it."""
+    def _compile(self, structured: Structured) -> CompiledShape:
+        """The libraries are loaded here: an engine that is never asked for a shape does without them."""
+        from gapless.guides.automaton import automaton_of
         from gapless.guides.grammar import Grammar
 
-        return Grammar(structured, self._loaded(), self._jobs.put)
+        vocabulary = self._loaded()
+        found = automaton_of(structured, vocabulary.bytes, vocabulary.num_words)
+        return Grammar(structured, vocabulary, self._jobs.put) if found is None else found
 
     def _may_leave(self) -> bool:
         """Whether a new thread has taken the place of this one, which was thought to be stuck."""
@@ -152,6 +165,7 @@ class Compiler:
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 self._vocabulary = self._load_vocabulary()
+                _ = self._vocabulary.bytes  # made once too, under this lock
             return self._vocabulary
 
     def _after(self, seconds: float, give_up: Callable[[_Job], None], job: _Job) -> None:
@@ -178,7 +192,7 @@ class Compiler:
                 if self._num_threads < MAX_THREADS:
                     self._add_thread()
 
-    def _settle(self, future: Future[Grammar], found: Grammar | InvalidRequest) -> bool:
+    def _settle(self, future: Future[CompiledShape], found: CompiledShape | InvalidRequest) -> bool:
         """Give the result to those who wait for it; False if they have one."""
         with self._settle_lock:
             if future.done():
@@ -191,5 +205,5 @@ class Compiler:
         return True
 
 
-def _is_spent(future: Future[Grammar]) -> bool:
+def _is_spent(future: Future[CompiledShape]) -> bool:
     return future.done() and future.exception() is None and future.result().is_spent

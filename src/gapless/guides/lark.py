@@ -8,7 +8,7 @@ from typing import Any
 from llguidance import regex_to_lark
 
 # A space, or a line break with an indentation. Without a bound, a model may write white space for ever.
-WHITESPACE = r" ?|\n[ \t]{0,64}"
+WHITESPACE = r" ?|\n[ \t]{0,32}"
 
 
 def quoted(text: str) -> str:

@@ -1,8 +1,8 @@
-"""The masks of many guides at once: those of grammars side by side on threads that hold no interpreter lock."""
+"""The masks of many guides at once: those of grammars and automata side by side on threads without interpreter lock."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeGuard
@@ -15,6 +15,7 @@ from gapless.core.guide import Guide
 if TYPE_CHECKING:
     from llguidance import LLExecutor
 
+    from gapless.guides.automaton import AutomatonGuide
     from gapless.guides.grammar import GrammarGuide
 
 FEW = 2  # so many grammars are filled one after the other: to wake threads takes longer
@@ -25,42 +26,91 @@ def fill_masks(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> Mapping[i
 
     Returns the errors by index: a guide that fails has no mask, and all others have theirs.
     """
+    filled = {*_fill_automata(guides, out), *_fill_grammars(guides, out)}
+    errors: dict[int, Exception] = {}
+    if len(filled) < len(guides):
+        for index in sorted(set(range(len(guides))) - filled):
+            _attempt(lambda i=index: guides[i].fill(out[i]), index, errors)  # type: ignore[misc]
+    return errors
+
+
+def advance_together(guides: Sequence[Guide], tokens: Sequence[int]) -> Mapping[int, Exception]:
+    """Each guide takes in its token. Returns the errors by index, as `fill_masks` does."""
+    errors: dict[int, Exception] = {}
+    told = {*_advance_automata(guides, tokens, errors), *_advance_grammars(guides, tokens, errors)}
+    if len(told) < len(guides):
+        for index in sorted(set(range(len(guides))) - told):
+            token = np.array([tokens[index]], np.int32)
+            _attempt(lambda i=index, t=token: guides[i].advance(t), index, errors)  # type: ignore[misc]
+    return errors
+
+
+def _fill_automata(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> list[int]:
+    """Returns those that have their masks."""
+    width = out.shape[1]
+    found = [(index, guide) for index, guide in enumerate(guides) if is_automaton(guide) and guide.num_words == width]
+    if not found:
+        return []
+    from gapless.guides.automaton import fill_walkers
+
+    indices, walking = zip(*found, strict=True)
+    return [index for index, done in zip(indices, fill_walkers(walking, out, indices), strict=True) if done]
+
+
+def _fill_grammars(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> list[int]:
+    """Returns those that have their masks."""
     width = out.shape[1]
     together = [
         (*guide.taken(), index) for index, guide in enumerate(guides) if is_grammar(guide) and guide.num_words == width
     ]
     if len(together) <= FEW:
-        together = []
-    else:
-        together.sort(key=itemgetter(1))  # neighbours go to one thread, and guides of a group wait for each other
-        pairs = [(matcher, index) for matcher, _, index in together]
-        _executor().unsafe_compute_mask_ptr(pairs, out.ctypes.data, width * out.itemsize, len(out))
-    alone = set(range(len(guides))).difference([index for _, _, index in together])
-    errors: dict[int, Exception] = {}
-    for index in sorted(alone.union([index for matcher, _, index in together if matcher.is_error()])):
-        try:
-            guides[index].fill(out[index])  # one that has failed says why
-        except Exception as error:
-            errors[index] = error
-    return errors
+        return []
+    together.sort(key=itemgetter(1))  # neighbours go to one thread, and guides of a group wait for each other
+    pairs = [(matcher, index) for matcher, _, index in together]
+    _executor().unsafe_compute_mask_ptr(pairs, out.ctypes.data, width * out.itemsize, len(out))
+    return [index for matcher, _, index in together if not matcher.is_error()]
 
 
-def advance_grammars(guides: Sequence[GrammarGuide], tokens: Sequence[int]) -> Mapping[int, Exception]:
-    """Each guide takes in its token. Returns the errors by index, as `fill_masks` does."""
-    pairs = [(guide.matcher, token) for guide, token in zip(guides, tokens, strict=True)]
-    took = _executor().consume_token_par(pairs)
-    errors: dict[int, Exception] = {}
-    for index, guide in enumerate(guides):
-        try:
-            guide.look(took[index])
-        except Exception as error:
-            errors[index] = error
-    return errors
+def _advance_automata(guides: Sequence[Guide], tokens: Sequence[int], errors: dict[int, Exception]) -> list[int]:
+    """Returns those that have their tokens, or failed."""
+    found = [(index, guide) for index, guide in enumerate(guides) if is_automaton(guide)]
+    if not found:
+        return []
+    from gapless.guides.automaton import TOOK, advance_walkers
+
+    took = advance_walkers([guide for _, guide in found], [tokens[index] for index, _ in found])
+    for (index, guide), what in zip(found, took, strict=True):
+        if what != TOOK:
+            _attempt(lambda g=guide, w=what: g.look(w), index, errors)  # type: ignore[misc]
+    return [index for index, _ in found]
+
+
+def _advance_grammars(guides: Sequence[Guide], tokens: Sequence[int], errors: dict[int, Exception]) -> list[int]:
+    """Returns those that have their tokens, or failed."""
+    found = [(index, guide) for index, guide in enumerate(guides) if is_grammar(guide)]
+    if len(found) <= FEW:
+        return []
+    took = _executor().consume_token_par([(guide.matcher, tokens[index]) for index, guide in found])
+    for (index, guide), was_taken in zip(found, took, strict=True):
+        _attempt(lambda g=guide, w=was_taken: g.look(w), index, errors)  # type: ignore[misc]
+    return [index for index, _ in found]
+
+
+def _attempt(act: Callable[[], None], index: int, errors: dict[int, Exception]) -> None:
+    try:
+        act()
+    except Exception as error:
+        errors[index] = error
 
 
 def is_grammar(guide: Guide | None) -> TypeGuard[GrammarGuide]:
     """Asked by name, so that the library of grammars is loaded only where there is one."""
     return type(guide).__name__ == "GrammarGuide"
+
+
+def is_automaton(guide: Guide | None) -> TypeGuard[AutomatonGuide]:
+    """Likewise."""
+    return type(guide).__name__ == "AutomatonGuide"
 
 
 @lru_cache(maxsize=1)

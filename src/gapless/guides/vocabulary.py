@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from gapless.core.guide import mask_words
 from gapless.errors import UnsupportedModel
+from gapless.guides.automaton import ByteVocabulary, byte_vocabulary
 from gapless.text.tokenizer import Tokenizer
 
 _LETTER = r'[^"\\\x00-\x1F\x7F]'
@@ -31,9 +33,19 @@ class Vocabulary:
         size = max(vocab_size, tokenizer.vocab_size)
         self.tokenizer = _read(tokenizer, size, [id for id in eos_token_ids if id < tokenizer.vocab_size])
         self.num_words = mask_words(size)  # of a mask; more than the model's if the tokenizer has more tokens
+        self._size = size
+        self._num_known = tokenizer.vocab_size
+        self._ends = [id for id in eos_token_ids if id < tokenizer.vocab_size] or [self.tokenizer.eos_token]
         added = tokenizer.added_tokens.items()
         self._special = {text: id for id, text in added if id < size and self.tokenizer.is_special_token(id)}
         self._cuts = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
+
+    @cached_property
+    def bytes(self) -> ByteVocabulary | None:
+        """For automata; None where there is no library for them."""
+        read, is_special = self.tokenizer.decode_bytes, self.tokenizer.is_special_token
+        texts = [b"" if is_special(id) else read([id]) for id in range(self._num_known)]
+        return byte_vocabulary(texts + [b""] * (self._size - self._num_known), self._ends)
 
     def pieces(self, text: str) -> list[str | int]:
         """A text cut at its special tokens: plain text, and the ids of special tokens.

@@ -22,6 +22,7 @@ from gapless.config import cache_dir, compilers
 from gapless.errors import NativeUnavailable
 
 SOURCES = Path(__file__).parent
+STEP, AUTOMATON = "step", "automaton"  # each is a source, and a library of its own
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread")
 BUILD_TIME_S = 300.0  # past this a compiler is taken to hang
 PARTS = (
@@ -91,7 +92,9 @@ class CSections(Structure):
     ]
 
 
-SIGNATURES: dict[str, tuple[object, list[object]]] = {  # result, arguments
+Signatures = dict[str, tuple[object, list[object]]]  # of each function: result, arguments
+
+SIGNATURES: Signatures = {
     "gapless_model": (c_void_p, [POINTER(CShape), POINTER(CLayerShape), c_int32]),
     "gapless_set_matrix": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32, c_int32]),
     "gapless_set_vector": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
@@ -101,16 +104,35 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {  # result, arguments
     "gapless_predict": (c_int32, [c_void_p, c_int32, c_int32, c_void_p]),
     "gapless_drop_engine": (None, [c_void_p]),
 }
+AUTOMATON_SIGNATURES: Signatures = {
+    "gapless_vocabulary": (c_void_p, [c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_int32]),
+    "gapless_automaton": (c_void_p, [c_void_p, c_void_p, c_int32]),
+    "gapless_walker": (c_void_p, [c_void_p, c_int64]),
+    "gapless_advance": (None, [c_void_p, c_void_p, c_int32, c_void_p]),
+    "gapless_fill": (None, [c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_void_p]),
+    "gapless_drop_vocabulary": (None, [c_void_p]),
+    "gapless_drop_automaton": (None, [c_void_p]),
+    "gapless_drop_walker": (None, [c_void_p]),
+}
 
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The library, built unless the cache has it. Raises NativeUnavailable with the reason."""
+    """The library of steps, built unless the cache has it. Raises NativeUnavailable with the reason."""
+    return open_library(build_library(compilers(), _directory()), SIGNATURES)
+
+
+@cache
+def load_automata() -> ctypes.CDLL:
+    """The library of automata, likewise."""
+    return open_library(build_library(compilers(), _directory(), AUTOMATON), AUTOMATON_SIGNATURES)
+
+
+def _directory() -> Path:
     try:
-        directory = cache_dir()
+        return cache_dir()
     except RuntimeError as error:
         raise NativeUnavailable("there is no home directory to keep it in, nor an XDG_CACHE_HOME") from error
-    return open_library(build_library(compilers(), directory))
 
 
 @cache
@@ -123,38 +145,38 @@ def why_unavailable() -> str | None:
     return None
 
 
-def build_library(commands: Sequence[str], directory: Path) -> Path:
+def build_library(commands: Sequence[str], directory: Path, name: str = STEP) -> Path:
     """Path of a library that fits sources, compiler and processor."""
     compiler = next((found for command in commands if (found := shutil.which(command))), None)
     if compiler is None:
         raise NativeUnavailable(f"no C++ compiler ({', '.join(commands)})")
-    path = directory / f"step-{_key(compiler)}.so"
+    path = directory / f"{name}-{_key(compiler)}.so"
     try:
         if not path.exists():
             directory.mkdir(parents=True, exist_ok=True)
-            _compile(compiler, path)
+            _compile(compiler, SOURCES / f"{name}.cpp", path)
     except OSError as error:
         raise NativeUnavailable(f"{directory} cannot be written ({error.strerror})") from error
     return path
 
 
-def open_library(path: Path) -> ctypes.CDLL:
+def open_library(path: Path, signatures: Signatures) -> ctypes.CDLL:
     """Load it and declare its functions."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(f"{path} cannot be loaded ({error})") from error
-    for name, (result, arguments) in SIGNATURES.items():
+    for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, source: Path, path: Path) -> None:
     """Write to a name of our own, then rename: two processes may build at once, and neither sees half a file."""
     handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
-    command = [compiler, *FLAGS, str(SOURCES / "step.cpp"), "-o", name]
+    command = [compiler, *FLAGS, str(source), "-o", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIME_S)
         if done.returncode != 0:

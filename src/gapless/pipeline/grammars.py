@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 from gapless.core.outcome import Finished
 from gapless.core.params import SamplingParams
 from gapless.core.request import Request
 from gapless.core.scheduler import Scheduler
-from gapless.guides.compiler import Compiler
+from gapless.guides.compiler import CompiledShape, Compiler
 from gapless.guides.tokens import join
-
-if TYPE_CHECKING:
-    from gapless.guides.grammar import Grammar
 
 REASON = "compiling grammar"
 
@@ -32,7 +28,7 @@ class Grammars:
         self._scheduler = scheduler
         self._announce = announce
 
-    def start(self, params: SamplingParams) -> Future[Grammar] | None:
+    def start(self, params: SamplingParams) -> Future[CompiledShape] | None:
         """Begin to compile, on any thread; None where there is nothing to compile."""
         return None if params.structured is None else self._compiler.start(params.structured)
 

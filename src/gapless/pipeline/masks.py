@@ -16,7 +16,7 @@ from gapless.core.plan import Plan
 from gapless.core.request import IntArray, LongArray, Request
 from gapless.core.scheduler import Scheduler
 from gapless.errors import ControlFailed, GaplessError
-from gapless.guides.masks import FEW, advance_grammars, fill_masks, is_grammar
+from gapless.guides.masks import advance_together, fill_masks
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Masks:
     def learn(self, plan: Plan, commit: Commit) -> Commit:
         """A plan was committed: tell the guides of its rows, and add the requests that are over thereby."""
         finished = tuple([self._judge(item) if item.reason == "length" else item for item in commit.finished])
-        for request, num_known in self._advance_grammars(self._guided(plan)):
+        for request, num_known in self._advance_together(self._guided(plan)):
             self._advance(request, num_known)
         return Commit(commit.num_tokens, commit.progress, finished + self.take_ended())
 
@@ -61,19 +61,15 @@ class Masks:
         pairs = zip(owners, table.num_tokens[rows].tolist(), strict=True)
         return [(request, num_known) for request, num_known in pairs if request is not None]
 
-    def _advance_grammars(self, guided: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Tell all grammars that are one token behind, at once. Returns the requests that are left."""
+    def _advance_together(self, guided: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Tell all guides that are one token behind, at once. Returns the requests that are left."""
         found, others = list[Request](), list[tuple[Request, int]]()
         for request, num_known in guided:
-            if is_grammar(request.guide) and len(request.prompt) + request.num_guided + 1 == num_known:
-                found.append(request)
-            else:
-                others.append((request, num_known))
-        if len(found) <= FEW:
-            return guided
+            is_behind = len(request.prompt) + request.num_guided + 1 == num_known
+            found.append(request) if is_behind else others.append((request, num_known))
         table, rows = self._scheduler.rows, [request.row for request in found]
         tokens = table.tokens[rows, table.num_tokens[rows] - 1].tolist()
-        errors = advance_grammars([request.guide for request in found if is_grammar(request.guide)], tokens)
+        errors = advance_together([request.guide for request in found if request.guide is not None], tokens)
         for index, request in enumerate(found):
             request.num_guided += 1
             if index in errors:

@@ -1,0 +1,139 @@
+"""A guide by an automaton: for shapes that are regular languages, much faster than a parser.
+
+States and masks are native (native/automaton.cpp) and shared by all texts of a shape: a mask that was filled once is
+copied the next time. Everything else about a guide is as in guides/grammar.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from gapless.core.request import IntArray
+from gapless.core.structured import Structured
+from gapless.errors import InvalidRequest, NativeUnavailable
+from gapless.guides.json_programs import program_of
+from gapless.guides.programs import Program
+from gapless.native.library import load_automata
+
+REFUSED, TOOK, IS_OVER, TOO_COMPLEX = range(4)  # automaton.cpp has the same list
+NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # that fill masks, with the caller
+
+
+class ByteVocabulary:
+    """The bytes of every token as the library keeps them: made once for a vocabulary."""
+
+    def __init__(self, texts: Sequence[bytes], ends: Sequence[int]) -> None:
+        """texts: by token, empty for those that no text has. ends: tokens that end a text. Raises NativeUnavailable."""
+        self.library = load_automata()
+        offsets = np.cumsum([0, *map(len, texts)], dtype=np.int64)
+        joined, last = b"".join(texts), np.array(ends, np.int32)
+        self.handle = self.library.gapless_vocabulary(
+            len(texts), offsets.ctypes.data, joined, last.ctypes.data, len(last), NUM_THREADS
+        )
+        weakref.finalize(self, self.library.gapless_drop_vocabulary, self.handle).atexit = False
+
+
+class Automaton:
+    """A shape, ready for guides."""
+
+    def __init__(self, structured: Structured, program: Program, vocabulary: ByteVocabulary, num_words: int) -> None:
+        """num_words: of a mask."""
+        self.structured = structured
+        self.num_words = num_words
+        self.is_spent = False  # it has grown too large: make it again
+        self.vocabulary = vocabulary
+        self._num_counted = program.num_counted
+        make = vocabulary.library.gapless_automaton
+        self._handle = make(vocabulary.handle, program.code.ctypes.data, len(program.code))
+        weakref.finalize(self, vocabulary.library.gapless_drop_automaton, self._handle).atexit = False
+
+    def guide(self) -> AutomatonGuide:
+        """A guide at the begin of a text."""
+        return AutomatonGuide(self)
+
+    def walker(self) -> int:
+        """A text on its way, which the caller drops."""
+        made: int = self.vocabulary.library.gapless_walker(self._handle, self._num_counted)
+        return made
+
+    def failure(self, took: int) -> InvalidRequest:
+        self.is_spent = self.is_spent or took == TOO_COMPLEX
+        return self.structured.refuse("it is too complex" if took == TOO_COMPLEX else "a token does not fit it")
+
+
+class AutomatonGuide:
+    """The tokens that may come next in one text."""
+
+    waits = True
+
+    def __init__(self, automaton: Automaton) -> None:
+        self.num_words = automaton.num_words  # of the masks that are filled
+        self.is_over = False  # nothing but the end can come
+        self._automaton = automaton
+
+    @cached_property
+    def walker(self) -> int:
+        """Made when the guide is first asked, not when the request comes."""
+        made = self._automaton.walker()
+        weakref.finalize(self, self.library.gapless_drop_walker, made).atexit = False
+        return made
+
+    @property
+    def library(self) -> ctypes.CDLL:
+        return self._automaton.vocabulary.library
+
+    def advance(self, tokens: IntArray) -> None:
+        for token in tokens.tolist():
+            self.look(advance_walkers([self], [token])[0])
+
+    def look(self, took: int) -> None:
+        """After a token: what came of it."""
+        if took in (REFUSED, TOO_COMPLEX):
+            raise self._automaton.failure(took)
+        self.is_over = took == IS_OVER
+
+    def fill(self, out: IntArray) -> None:
+        mask = np.empty((1, self.num_words), np.int32)
+        if not fill_walkers([self], mask, [0])[0]:
+            raise self._automaton.failure(TOO_COMPLEX)
+        out[:] = mask[0, : len(out)]
+
+
+def automaton_of(structured: Structured, vocabulary: ByteVocabulary | None, num_words: int) -> Automaton | None:
+    """None where the shape has no program, or there is no library."""
+    program = None if vocabulary is None else program_of(structured)
+    return None if program is None or vocabulary is None else Automaton(structured, program, vocabulary, num_words)
+
+
+def byte_vocabulary(texts: Sequence[bytes], ends: Sequence[int]) -> ByteVocabulary | None:
+    """None where there is no library: grammars do the work then."""
+    try:
+        return ByteVocabulary(texts, ends)
+    except NativeUnavailable:
+        return None
+
+
+def advance_walkers(guides: Sequence[AutomatonGuide], tokens: Sequence[int]) -> list[int]:
+    """Each guide's text goes on by a token. Returns what came of it, for `look`."""
+    walkers, took = np.array([guide.walker for guide in guides], np.uintp), np.empty(len(guides), np.int32)
+    given = np.array(tokens, np.int32)
+    guides[0].library.gapless_advance(walkers.ctypes.data, given.ctypes.data, len(guides), took.ctypes.data)
+    found: list[int] = took.tolist()
+    return found
+
+
+def fill_walkers(guides: Sequence[AutomatonGuide], out: IntArray, rows: Sequence[int]) -> list[int]:
+    """The mask of each guide to its row of `out` [n, num_words]. Returns 0 for each whose shape is too complex."""
+    walkers, filled = np.array([guide.walker for guide in guides], np.uintp), np.empty(len(guides), np.int32)
+    places = np.array(rows, np.int32)
+    guides[0].library.gapless_fill(
+        walkers.ctypes.data, len(guides), places.ctypes.data, out.ctypes.data, out.shape[1], filled.ctypes.data
+    )
+    found: list[int] = filled.tolist()
+    return found

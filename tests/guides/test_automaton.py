@@ -1,0 +1,201 @@
+"""Automata: their masks are llguidance's, for every shape that has a program."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator
+from wanderers import allowed, wander
+
+from gapless.core.structured import read_structured
+from gapless.errors import InvalidRequest
+from gapless.guides.automaton import Automaton, automaton_of
+from gapless.guides.compiler import Compiler
+from gapless.guides.grammar import Grammar
+from gapless.guides.json_programs import program_of
+from gapless.guides.masks import advance_together, fill_masks
+from gapless.guides.vocabulary import Vocabulary
+from gapless.text.tokenizer import Tokenizer
+
+WORDS = ["red", "green", "reddish"]
+NAME = {"type": "string", "maxLength": 9}
+
+
+def record(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+PERSON = record(["id", "name"], id={"type": "integer", "minimum": 17, "maximum": 4213}, name=NAME, tags={"enum": WORDS})
+SCHEMAS: dict[str, Any] = {
+    "string": {"type": "string"},
+    "short string": {"type": "string", "minLength": 3, "maxLength": 7},
+    "long string": {"type": "string", "minLength": 5},
+    "number": {"type": "number"},
+    "integer": {"type": "integer"},
+    "range": {"type": "integer", "minimum": 95, "exclusiveMaximum": 1203},
+    "least": {"type": "integer", "exclusiveMinimum": 8},
+    "one number": {"type": "integer", "minimum": 0, "maximum": 0},
+    "several types": {"type": ["string", "null", "number"]},
+    "any of": {"anyOf": [{"type": "integer"}, NAME, {"type": "boolean"}]},
+    "constants": {"enum": ['a"b', "é", "x/y", 3, None, True, "ab"]},
+    "record": PERSON,
+    "optional first": record(["c"], a=NAME, b={"type": "null"}, c={"type": "boolean"}, d={"type": "integer"}),
+    "all optional": record([], a={"type": "null"}, b={"type": "boolean"}),
+    "no properties": record([]),
+    "array": {"type": "array", "items": NAME},
+    "bounded array": {"type": "array", "items": {"enum": [1, 12]}, "minItems": 2, "maxItems": 4},
+    "empty array": {"type": "array", "items": NAME, "maxItems": 0},
+    "counted array": {"type": "array", "items": {"type": "array", "items": NAME, "minItems": 1}, "minItems": 6},
+    "counted records": {"type": "array", "items": PERSON, "minItems": 30},
+    "references": {"$defs": {"p": PERSON}, **record(["a"], a={"$ref": "#/$defs/p"}, b={"$ref": "#/$defs/p"})},
+    "notes": {"title": "t", "type": "string", "description": "d", "maxLength": 2},
+}
+WITHOUT: dict[str, Any] = {
+    "further properties": {"type": "object", "properties": {"a": NAME}},
+    "pattern": {"type": "string", "pattern": "a+"},
+    "recursion": {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"},
+    "negative numbers": {"type": "integer", "minimum": -3},
+    "control character": {"const": "a\nb"},
+    "fraction": {"enum": [1.0]},
+    "other type": {"type": "integer", "enum": ["a"]},
+    "nothing fits": {"type": "integer", "minimum": 3, "maximum": 2},
+    "long strings": {"type": "string", "maxLength": 5000},
+    "many items": {"type": "array", "items": PERSON, "minItems": 100, "maxItems": 400},
+    "unknown": {"type": "string", "format": "date"},
+    "required without a schema": record(["z"], a=NAME),
+    "any value": True,
+}
+
+
+def both(vocabulary: Vocabulary, **spec: Any) -> tuple[Automaton, Grammar]:
+    structured = read_structured(spec)
+    found = automaton_of(structured, vocabulary.bytes, vocabulary.num_words)
+    assert found is not None
+    return found, Grammar(structured, vocabulary)
+
+
+def compare(automaton: Automaton, grammar: Grammar, vocabulary: Vocabulary, seed: int, most: int = 60) -> None:
+    """Along a random text. Where one text alone can come, llguidance may allow one way to write it in tokens."""
+    mine, theirs, rng = automaton.guide(), grammar.guide(), np.random.default_rng(seed)
+    for _ in range(most):
+        assert mine.is_over == theirs.is_over
+        if mine.is_over:
+            return
+        found, expected = allowed(mine, vocabulary), allowed(theirs, vocabulary)
+        assert found == expected or (len(expected) == 1 and expected[0] in found)
+        token = rng.choice(expected, 1).astype(np.int32)
+        mine.advance(token)
+        theirs.advance(token)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
+def test_masks_of_schemas(vocabulary: Vocabulary, smollm2: Tokenizer, schema: Any, words: Vocabulary) -> None:
+    compare(*both(vocabulary, json_schema=schema), vocabulary, seed=1)
+    automaton, grammar = both(words, json_schema=schema)
+    for seed in range(2):
+        compare(automaton, grammar, words, seed)
+    compare(*both(words, json_schema=schema, disable_any_whitespace=True), words, seed=5)
+
+
+@pytest.fixture(scope="module")
+def words(smollm2: Tokenizer) -> Vocabulary:
+    return Vocabulary(smollm2, smollm2.vocab_size, [2])
+
+
+def test_masks_of_choices(vocabulary: Vocabulary, words: Vocabulary) -> None:
+    choice = ["yes", "no", "yes please", "nö", 'a"\n']
+    for some in (vocabulary, words):
+        compare(*both(some, choice=choice), some, seed=3)
+
+
+@pytest.mark.parametrize("schema", WITHOUT.values(), ids=WITHOUT)
+def test_shapes_without_a_program(schema: Any) -> None:
+    assert program_of(read_structured({"json_schema": schema})) is None
+
+
+def test_other_kinds_have_no_program() -> None:
+    for spec in ({"regex": "a"}, {"json_object": True}, {"json_schema": NAME, "whitespace_pattern": " *"}):
+        assert program_of(read_structured(spec)) is None
+
+
+def draw(rng: random.Random, depth: int = 0) -> Any:
+    """A random schema that has a program."""
+    kind = rng.choice(["string", "integer", "enum", "null", "number"] + ["object", "array", "any"] * (depth < 3))
+    low, more = rng.randrange(4), rng.randrange(30)
+    match kind:
+        case "string":
+            return rng.choice([{"type": "string"}, {"type": "string", "minLength": low, "maxLength": low + more}])
+        case "integer":
+            return {"type": "integer", "minimum": low * 37, "maximum": low * 37 + more * rng.choice([1, 999])}
+        case "enum":
+            return {"enum": rng.sample(["a", "b c", "ü", 7, None, False], 1 + low)}
+        case "object":
+            names = rng.sample(["a", "b", "ab", "ü"], low)
+            return record([name for name in names if rng.random() < 0.5], **{n: draw(rng, depth + 1) for n in names})
+        case "array":
+            most = {} if rng.random() < 0.5 else {"maxItems": low + rng.randrange(3)}
+            return {"type": "array", "items": draw(rng, depth + 1), "minItems": low, **most}
+        case "any":
+            return {"anyOf": [draw(rng, depth + 1) for _ in range(1 + low)]}
+        case _:
+            return {"type": kind}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_schemas(vocabulary: Vocabulary, tokenizer: Tokenizer, seed: int) -> None:
+    schema = draw(random.Random(seed))
+    automaton, grammar = both(vocabulary, json_schema=schema)
+    compare(automaton, grammar, vocabulary, seed, most=25)
+    text = wander(automaton.guide(), vocabulary, tokenizer, seed)
+    if text is not None:
+        Draft202012Validator(schema).validate(json.loads(text.removesuffix("<end>").removesuffix("<over>")))
+
+
+def test_many_at_once(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+    """Guides of automata and of grammars side by side; one that is given a wrong token fails alone."""
+    automaton, grammar = both(vocabulary, choice=["ab", "ac", "b"])
+    guides = [(automaton if number % 3 else grammar).guide() for number in range(20)]
+    tokens = [tokenizer.encode("x" if number == 7 else "a" if number % 2 else "b")[0] for number in range(20)]
+    errors = advance_together(guides, tokens)
+    assert list(errors) == [7]
+    assert isinstance(errors[7], InvalidRequest)
+    assert [guide.is_over for guide in guides] == [number % 2 == 0 for number in range(20)]
+    going = [guide for number, guide in enumerate(guides) if number % 2 and number != 7]
+    masks = np.full((len(going), vocabulary.num_words), -1, np.int32)
+    assert not fill_masks(going, masks)
+    for guide, mask in zip(going, masks, strict=True):
+        alone = np.zeros_like(mask)
+        guide.fill(alone)
+        np.testing.assert_array_equal(mask, alone)
+    assert allowed(going[0], vocabulary) == sorted(tokenizer.encode("bc"))
+
+
+def test_an_end_ends_it(vocabulary: Vocabulary) -> None:
+    automaton, _ = both(vocabulary, json_schema={"type": "integer"})
+    guide = automaton.guide()
+    with pytest.raises(InvalidRequest, match="does not fit"):
+        guide.advance(np.array([256], np.int32))
+    guide.advance(np.array([ord("7") - 33], np.int32))  # its place in the alphabet of bytes
+    assert not guide.is_over
+    guide.advance(np.array([257], np.int32))
+    assert guide.is_over
+
+
+def test_masks_narrower_than_the_tokenizer(vocabulary: Vocabulary) -> None:
+    automaton, _ = both(vocabulary, choice=["ab"])
+    whole, part = np.zeros(vocabulary.num_words, np.int32), np.zeros(vocabulary.num_words - 1, np.int32)
+    automaton.guide().fill(whole)
+    assert not fill_masks([automaton.guide()], part[None])
+    np.testing.assert_array_equal(part, whole[:-1])
+
+
+def test_the_compiler_prefers_automata(vocabulary: Vocabulary) -> None:
+    compiler = Compiler(lambda: vocabulary)
+    kinds = [{"choice": ["a"]}, {"json_schema": PERSON}, {"regex": "a"}, {"json_schema": WITHOUT["pattern"]}]
+    found = [type(compiler.start(read_structured(spec)).result(30)).__name__ for spec in kinds]
+    compiler.close()
+    assert found == ["Automaton", "Automaton", "Grammar", "Grammar"]
