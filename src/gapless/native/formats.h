@@ -1,6 +1,6 @@
 // Quantized weights: as GGUF files store them, and as panels of 16 outputs that stream through products.
 //
-// A panel holds the codes of its outputs, then their scales, both block by block of 32 inputs. Four inputs of all 16 outputs
+// A panel holds the scales of its outputs, then their codes, both block by block of 32 inputs. Four inputs of all 16 outputs
 // are one vector of codes, so that one instruction takes them in. Codes and scales keep the width that they have in the
 // file, except that codes of five bits take a byte. Knows no product.
 #pragma once
@@ -145,16 +145,28 @@ struct TwoParts {  // of Q6_K: a scale for 16 inputs
     }
 };
 
-// How a kind lies in a panel.
+// How a kind lies in a panel: scales first, which are needed from the first block on.
 template <class C, class S, int Z>
 struct Form {
     typedef C Codes;
     typedef S Scales;
     static constexpr int ZERO = Z;
-    static long panel_size(int num_blocks) { return (supers_at(num_blocks) + super_sizes(num_blocks) + 63) / 64 * 64; }
-    static long scales_at(int num_blocks) { return (long)num_blocks * C::SIZE; }
-    static long supers_at(int num_blocks) { return (long)num_blocks * (C::SIZE + S::SIZE); }
-    static long super_sizes(int num_blocks) { return (long)num_blocks / (SUPER / BLOCK) * S::SUPER_SIZE; }
+    static long panel_size(int num_blocks) { return codes_at(num_blocks) + (long)num_blocks * C::SIZE; }
+    static long supers_at(int num_blocks) { return (long)num_blocks * S::SIZE; }
+    static long codes_at(int num_blocks) {
+        return (supers_at(num_blocks) + (long)num_blocks / (SUPER / BLOCK) * S::SUPER_SIZE + 63) / 64 * 64;
+    }
+};
+
+// Where a block of a panel lies.
+template <class F>
+struct Place {
+    Place(const uint8_t* panel, int num_blocks, int block)
+        : codes(panel + F::codes_at(num_blocks) + (long)block * F::Codes::SIZE),
+          scales(panel + (long)block * F::Scales::SIZE),
+          supers(panel + F::supers_at(num_blocks) + (long)block / (SUPER / BLOCK) * F::Scales::SUPER_SIZE) {}
+
+    const uint8_t *codes, *scales, *supers;
 };
 
 // What a kind is in the file: bytes and inputs of its blocks, and how they are read.

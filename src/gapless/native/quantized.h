@@ -90,12 +90,14 @@ inline ivec dot(ivec sum, bytes w, int32_t four) {
 #endif
 }
 
-// Sums [NR][MR][16] of MR rows of x and NR panels.
+// Sums [NR][MR][16] of MR rows of x and NR panels. The panels behind them are prefetched.
 template <class F, int MR, int NR>
 void quantized_tile(const Quants* x, long x_stride, const uint8_t* const* panels, int num_blocks, float* sums) {
     typedef typename F::Codes Codes;
     typedef typename F::Scales Scales;
     constexpr int AHEAD = 4096, QUADS = 8 / Scales::PARTS;
+    constexpr long BYTES = Codes::SIZE + Scales::SIZE;
+    const long size = F::panel_size(num_blocks);
     constexpr int GROUP = MR * NR <= 12 ? MR : 8;  // rows whose integer sums fit into registers beside all rows' sums
     vec sum[NR][MR];
 #pragma GCC unroll 32
@@ -104,13 +106,14 @@ void quantized_tile(const Quants* x, long x_stride, const uint8_t* const* panels
         for (int m = 0; m < MR; m++) sum[n][m] = vec{};
     for (int b = 0; b < num_blocks; b++, x++) {
         const uint8_t *codes[NR], *scales[NR], *supers[NR];
+        const long ahead = b * BYTES + AHEAD;
 #pragma GCC unroll 8
         for (int n = 0; n < NR; n++) {
-            codes[n] = panels[n] + (long)b * Codes::SIZE;
-            scales[n] = panels[n] + F::scales_at(num_blocks) + (long)b * Scales::SIZE;
-            supers[n] = panels[n] + F::supers_at(num_blocks) + (long)b / (SUPER / BLOCK) * Scales::SUPER_SIZE;
-#pragma GCC unroll 8
-            for (int line = 0; line < Codes::SIZE; line += 64) __builtin_prefetch(codes[n] + AHEAD + line);
+            const Place<F> place(panels[n], num_blocks, b);
+            codes[n] = place.codes, scales[n] = place.scales, supers[n] = place.supers;
+            const uint8_t* next = ahead < size ? panels[n] + ahead : panels[n + NR] + (ahead - size);
+#pragma GCC unroll 16
+            for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(next + line);
         }
 #pragma GCC unroll 2
         for (int part = 0; part < Scales::PARTS; part++) {
@@ -161,13 +164,11 @@ template <class F>
 void read_output(const uint8_t* panel, int num_blocks, int lane, float* out) {
     typedef typename F::Scales Scales;
     for (int b = 0; b < num_blocks; b++) {
-        const uint8_t* codes = panel + (long)b * F::Codes::SIZE;
-        const uint8_t* scales = panel + F::scales_at(num_blocks) + (long)b * Scales::SIZE;
-        const uint8_t* supers = panel + F::supers_at(num_blocks) + (long)b / (SUPER / BLOCK) * Scales::SUPER_SIZE;
-        const float minimum = Scales::minimum(scales, supers)[lane];
+        const Place<F> place(panel, num_blocks, b);
+        const float minimum = Scales::minimum(place.scales, place.supers)[lane];
         for (int k = 0; k < BLOCK; k++) {
-            const float scale = Scales::scale(scales, supers, k * Scales::PARTS / BLOCK)[lane];
-            const int code = F::Codes::quad(codes, k / 4)[lane * 4 + k % 4];
+            const float scale = Scales::scale(place.scales, place.supers, k * Scales::PARTS / BLOCK)[lane];
+            const int code = F::Codes::quad(place.codes, k / 4)[lane * 4 + k % 4];
             out[b * BLOCK + k] = scale * (code - F::ZERO) + minimum;
         }
     }
@@ -216,13 +217,13 @@ template <>
 struct Linear<Quantized> {
     int num_outputs = 0, num_inputs = 0, num_panels = 0;
     int depth = 0;  // num_inputs in blocks
-    std::vector<const uint8_t*> panels;
+    std::vector<const uint8_t*> panels;  // and past the last some that are only prefetched
     std::vector<uint8_t> kinds;
     float* bias = nullptr;  // [num_panels * 16], or none
 
     void shape(int outputs, int inputs, int count) {
         num_outputs = outputs, num_inputs = inputs, num_panels = count, depth = inputs / BLOCK;
-        panels.assign(count, nullptr), kinds.assign(count, 0);
+        panels.assign(count + MOST_PANELS, nullptr), kinds.assign(count, 0);
     }
 
     // The numbers of one output.
@@ -245,6 +246,7 @@ struct Linear<Quantized> {
                 panels[place(i)] = panel, kinds[place(i)] = kind;
                 pack_row<Kind>(data, panel, i % LANES);
             }
+            std::fill(panels.begin() + num_panels, panels.end(), memory);
         });
     }
 
@@ -256,12 +258,11 @@ struct Linear<Quantized> {
         Piece piece;
         for (int b = 0; b < depth; b++) {
             if (b % BLOCKS == 0) Kind::read(data + (long)b / BLOCKS * Kind::BYTES, piece);
-            uint8_t* codes = panel + (long)b * Packed::Codes::SIZE;
-            uint8_t* scales = panel + Packed::scales_at(depth) + (long)b * Packed::Scales::SIZE;
-            uint8_t* supers = panel + Packed::supers_at(depth) + (long)b / (SUPER / BLOCK) * Packed::Scales::SUPER_SIZE;
+            const Place<Packed> place(panel, depth, b);
+            auto writable = [&](const uint8_t* p) { return panel + (p - panel); };
             const uint8_t* from = piece.codes + b % BLOCKS * BLOCK;
-            for (int k = 0; k < BLOCK; k++) Packed::Codes::put(codes, lane, k, from[k]);
-            Packed::Scales::put(scales, supers, lane, piece, b % BLOCKS);
+            for (int k = 0; k < BLOCK; k++) Packed::Codes::put(writable(place.codes), lane, k, from[k]);
+            Packed::Scales::put(writable(place.scales), writable(place.supers), lane, piece, b % BLOCKS);
         }
     }
 };
