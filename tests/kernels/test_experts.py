@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from gapless.kernels.expert_products import ExpertStack, ExpertStream, _fits_one, add_experts, tilings_for
+from gapless.kernels.expert_products import ExpertStack, ExpertStream, add_experts, add_of_one, fits_one, tilings_for
 from gapless.kernels.products import SQUARES_TILES
 from gapless.kernels.tilings import MAX_ROWS
 
@@ -93,8 +93,8 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
     ("num_rows", "count", "hidden", "inner", "num_chosen"),
-    [(1, 8, 32, 512, 2), (1, 5, 48, 24, 2), (3, 8, 64, 32, 3), (7, 5, 48, 24, 2), (40, 4, 32, 16, 1)],
-    ids=["one row", "one row, odd sizes", "more experts than tiles", "odd sizes", "many rows"],
+    [(1, 5, 48, 24, 2), (3, 8, 64, 32, 3), (7, 5, 48, 24, 2), (40, 4, 32, 16, 1)],
+    ids=["one row", "more experts than tiles", "odd sizes", "many rows"],
 )
 def test_experts(num_rows: int, count: int, hidden: int, inner: int, num_chosen: int, normed: bool) -> None:
     x, stack = draw(num_rows, hidden), stack_of(count, hidden, inner, num_chosen, normalized=normed)
@@ -109,13 +109,30 @@ def test_experts_with_biases(num_rows: int) -> None:
     assert_near(found, expected)
 
 
-def test_one_row_has_kernels_of_its_own() -> None:
-    """Which the first case above goes through, and not the next."""
-    stack = stack_of(8, 64, 512, 2)
-    assert _fits_one(stack)
-    assert not _fits_one(stack_of(5, 48, 24, 2))
-    assert not _fits_one(replace(stack, down_bias=draw(8, 64)))  # it would need the shares
-    assert not _fits_one(replace(stack, num_chosen=9))  # more than an integer has bytes
+@pytest.mark.parametrize(("count", "num_chosen", "normalized"), [(5, 3, True), (12, 2, False)])
+def test_one_row_in_kernels_of_its_own(count: int, num_chosen: int, normalized: bool) -> None:
+    x, router, stack = draw(1, 256), draw(count, 256, seed=9), stack_of(count, 256, 256, num_chosen)
+    stack = replace(stack, is_normalized=normalized, router_bias=draw(count, seed=5) if normalized else None)
+    assert fits_one(stack)
+    squares = torch.full((SQUARES_TILES, MAX_ROWS), math.nan, device=DEVICE)
+    squares[0, 0], squares[1, 0] = (part.float().square().sum() for part in x.split(128, 1))
+    read = F.rms_norm(x.float(), (256,), eps=EPS)
+    expected = x.float() + expected_of(read, read @ router.float().T, stack)
+    counts = torch.zeros(count, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):  # the first leaves everything ready for the second
+        stream = ExpertStream(x.clone(), squares.clone(), 2, EPS)
+        left = add_of_one(stream.values, router, stack, stream, counts)
+        assert_near(stream.values.float(), expected)
+        torch.testing.assert_close(stream.squares[:left, 0].sum(), stream.values.float().square().sum())
+        assert not counts.any()
+
+
+def test_what_the_kernels_for_one_row_do_not_take() -> None:
+    stack = stack_of(5, 256, 256, 2)
+    assert fits_one(stack)
+    assert not fits_one(stack_of(5, 48, 24, 2))
+    assert not fits_one(replace(stack, down_bias=draw(5, 256)))
+    assert not fits_one(replace(stack, num_chosen=65))  # too much code
 
 
 def test_all_rows_at_one_expert_and_experts_without_rows() -> None:
@@ -127,10 +144,9 @@ def test_all_rows_at_one_expert_and_experts_without_rows() -> None:
     assert_near(found, expected)
 
 
-@pytest.mark.parametrize("inner", [256, 32])
-def test_logits_that_are_no_numbers_choose_experts_that_exist(inner: int) -> None:
+def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
     """Nothing is read outside the weights, and no other row sees it."""
-    x, stack = draw(3, 64), stack_of(5, 64, inner, 2)
+    x, stack = draw(3, 64), stack_of(5, 64, 32, 2)
     logits = draw(3, 5, seed=9).float()
     expected = expected_of(x.float(), logits, stack)
     logits[1, 2:] = math.nan
@@ -144,7 +160,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist(inner: int) -> Non
 
 
 def test_invariant_rows_do_not_depend_on_their_batch() -> None:
-    x, stack = draw(6, 32), stack_of(5, 32, 256, 2)
+    x, stack = draw(6, 32), stack_of(5, 32, 16, 2)
     logits = draw(6, 5, seed=9).float()
     whole, expected, _ = added(x, logits, stack, normed=False, invariant=True)
     assert_near(whole, expected)

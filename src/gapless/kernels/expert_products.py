@@ -14,15 +14,26 @@ import triton
 from torch import Tensor
 
 from gapless.kernels import experts
+from gapless.kernels import one_row_experts as one_row
 from gapless.kernels.launch import pdl, shared_memory_bytes
 from gapless.kernels.products import SPARE_BYTES, SQUARES_TILES
 from gapless.kernels.tilings import MAX_ROWS
 
 COMBINED = 512  # columns that one program adds up
-ONE_COLUMNS, ONE_INNER = 8, 256  # a tile of `down_of_one`
-ONE_EARLY = 12  # tiles that one of its programs requests before it waits
-ONE_TILES = 64  # that it takes in all, each of them code of its own
-ONE_REGISTERS = {"maxnreg": 128}  # so that two programs fit on a core, and all run at once
+
+
+@dataclass(frozen=True, slots=True)
+class OneRow:
+    """How the experts of one row are cut. With so few registers, several programs stream side by side on a core."""
+
+    columns: int = 8  # of a tile of router and down
+    inner: int = 256
+    registers: int = 128  # of a thread, for down
+    early: int = 12  # tiles of down that are requested before the wait
+    most_tiles: int = 64  # that a program may take, each of them code of its own
+    gate_columns: int = 8
+    gate_warps: int = 4
+    gate_registers: int = 168
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +55,7 @@ class ExpertTilings:
     down: ExpertTiling
 
 
-ONE_ROW = ExpertTiling(16, 32, 128, num_stages=5)
+ONE = OneRow()
 FEW = ExpertTilings(ExpertTiling(16, 32, 128, num_stages=5), ExpertTiling(16, 64, 128, num_stages=4))
 SOME = ExpertTilings(ExpertTiling(64, 64, 64), ExpertTiling(64, 128, 64))
 MANY = ExpertTilings(ExpertTiling(128, 128, 64, 8, 4), ExpertTiling(128, 128, 64, 8, 4))
@@ -101,8 +112,6 @@ def add_experts(
 
     logits [n, count] float32 of the router. counts [count] int32, zero, and zero again afterwards.
     """
-    if len(x) == 1 and not invariant and _fits_one(stack):
-        return _add_of_one(x, logits, stack, stream)
     num_rows, size = x.shape
     tilings = tilings_for(num_rows, stack, invariant=invariant)
     num_pairs = num_rows * stack.num_chosen
@@ -139,41 +148,19 @@ def _grouped(
     dtype = x.dtype if gated or num_rows > MAX_ROWS else torch.float32
     out = torch.empty(num_pairs, columns, dtype=dtype, device=x.device)
     num_tiles = min(num_pairs, triton.cdiv(num_pairs, tiling.block_m) + stack.count)
-    _launch_grouped((num_tiles,), x, weight, bias, out, lists, factors, x, stack, stream, num_rows, tiling, gated=gated)
-    return out
-
-
-def _launch_grouped(
-    num_tiles: tuple[int],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lists: tuple[Tensor, Tensor],
-    factors: Tensor,
-    logits: Tensor,
-    stack: ExpertStack,
-    stream: ExpertStream,
-    num_rows: int,
-    tiling: ExpertTiling,
-    *,
-    gated: bool,
-    one: bool = False,
-) -> None:
-    columns, inner = out.shape[1], weight.shape[2]
+    inner = weight.shape[2]
     stage_bytes = x.element_size() * tiling.block_k * (tiling.block_m + tiling.block_n * (2 if gated else 1))
     limit = shared_memory_bytes()
     fitting = tiling.num_stages if limit is None else max(1, (limit - SPARE_BYTES) // stage_bytes)
-    router_bias, has_router_bias = _or(stack.router_bias, logits)
     bias, has_bias = _or(bias, out)
-    shape = _norm(stream) | {"NORM": gated and stream.num_squares > 0}
-    experts.grouped[(*num_tiles, triton.cdiv(columns, tiling.block_n))](
-        x, weight, bias, out, *lists, factors, logits, router_bias, stream.squares, num_rows, stream.num_squares,
-        stream.eps, N=columns, K=inner, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
-        GATED=gated, CLAMPED=stack.is_clamped, HAS_BIAS=has_bias, ROUTER_BIAS=has_router_bias, ONE=one,
-        NORMALIZED=stack.is_normalized, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **shape,
-        **stack.constants(), num_warps=tiling.num_warps, num_stages=min(tiling.num_stages, fitting), **pdl(),
+    experts.grouped[(num_tiles, triton.cdiv(columns, tiling.block_n))](
+        x, weight, bias, out, *lists, factors, num_rows,
+        N=columns, K=inner, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+        GATED=gated, CLAMPED=stack.is_clamped, NORM=gated and stream.num_squares > 0, HAS_BIAS=has_bias,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **stack.constants(),
+        num_warps=tiling.num_warps, num_stages=min(tiling.num_stages, fitting), **pdl(),
     )  # fmt: skip
+    return out
 
 
 def _combine(parts: Tensor, stack: ExpertStack, stream: ExpertStream, counts: Tensor) -> int:
@@ -187,30 +174,43 @@ def _combine(parts: Tensor, stack: ExpertStack, stream: ExpertStream, counts: Te
     return num_tiles if leaves else 0
 
 
-def _fits_one(stack: ExpertStack) -> bool:
-    """Whether the kernel for one row can take `down`."""
-    count, size, inner = stack.down.shape
-    if count > 256 or stack.num_chosen > 8 or stack.down_bias is not None:
+def fits_one(stack: ExpertStack) -> bool:
+    """Whether the kernels for one row can take these experts."""
+    _, size, inner = stack.down.shape
+    if stack.down_bias is not None or stack.both_bias is not None:
         return False
-    divides = size % ONE_COLUMNS == 0 and inner % ONE_INNER == 0 and size // ONE_COLUMNS <= SQUARES_TILES
-    return divides and stack.num_chosen * inner // ONE_INNER <= ONE_TILES
+    divides = size % max(ONE.columns, ONE.inner) == 0 and inner % max(ONE.gate_columns, ONE.inner) == 0
+    short = stack.num_chosen * inner // ONE.inner <= ONE.most_tiles and size // ONE.inner <= ONE.most_tiles // 2
+    return divides and short and size // ONE.columns <= SQUARES_TILES
 
 
-def _add_of_one(x: Tensor, logits: Tensor, stack: ExpertStack, stream: ExpertStream) -> int:
-    """The same for one row, in two kernels, each of which ranks the logits."""
+def add_of_one(x: Tensor, router: Tensor, stack: ExpertStack, stream: ExpertStream, counts: Tensor) -> int:
+    """What `add_experts` does, for one row [1, hidden], whose logits are computed here; the norm is fused in."""
+    assert stream.num_squares > 0
     _, size, columns = stack.down.shape
+    logits, shares = (torch.empty(stack.count, dtype=torch.float32, device=x.device) for _ in range(2))
+    chosen = torch.empty(stack.num_chosen, dtype=torch.int32, device=x.device)
     inner = torch.empty(stack.num_chosen, columns, dtype=x.dtype, device=x.device)
-    _launch_grouped(
-        (stack.num_chosen,), x, stack.both, stack.both_bias, inner, (logits, logits), logits, logits, stack, stream,
-        1, ONE_ROW, gated=True, one=True,
+    bias, has_bias = _or(stack.router_bias, logits)
+    norm = _norm(stream)
+    norm.pop("NORM")
+    squares = (stream.squares, stream.num_squares, stream.eps)
+    one_row.choose_of_one[(triton.cdiv(stack.count, ONE.columns),)](
+        x, router, bias, logits, chosen, shares, counts, *squares,
+        K=size, BLOCK_N=ONE.columns, BLOCK_K=ONE.inner, NORMALIZED=stack.is_normalized, HAS_BIAS=has_bias,
+        **norm, **stack.constants(), num_warps=8, **pdl(),
     )  # fmt: skip
-    router_bias, has_router_bias = _or(stack.router_bias, logits)
-    num_tiles = size // ONE_COLUMNS
-    experts.down_of_one[(num_tiles,)](
-        inner, stack.down, stream.values, logits, router_bias, stream.squares,
-        N=size, K=columns, BLOCK_N=ONE_COLUMNS, BLOCK_K=ONE_INNER, EARLY=min(ONE_EARLY, inner.numel() // ONE_INNER),
-        ROUTER_BIAS=has_router_bias, SQUARES_STRIDE=MAX_ROWS, **stack.constants(), num_warps=8, **pdl(),
-        **ONE_REGISTERS,
+    one_row.gate_of_one[(columns // ONE.gate_columns, stack.num_chosen)](
+        x, stack.both, inner, chosen, shares, *squares,
+        N=columns, K=size, BLOCK_N=ONE.gate_columns, BLOCK_K=ONE.inner, CLAMPED=stack.is_clamped, **norm,
+        num_warps=ONE.gate_warps, maxnreg=ONE.gate_registers, **pdl(),
+    )  # fmt: skip
+    num_tiles = size // ONE.columns
+    one_row.down_of_one[(num_tiles,)](
+        inner, stack.down, stream.values, chosen, stream.squares,
+        N=size, K=columns, TOP=stack.num_chosen, BLOCK_N=ONE.columns, BLOCK_K=ONE.inner,
+        EARLY=min(ONE.early, inner.numel() // ONE.inner), SQUARES_STRIDE=MAX_ROWS, num_warps=8,
+        maxnreg=ONE.registers, **pdl(),
     )  # fmt: skip
     return num_tiles
 

@@ -5,7 +5,7 @@ list of its expert. `grouped` multiplies the pairs of one list by their expert's
 program has it finds from the lengths of the lists, so the grid is fixed and the host knows no numbers. `combine` adds
 up the pairs of a row, in the order of their ranks, whoever else is in the batch.
 
-One row needs no lists: every program ranks the logits itself.
+One row needs no lists: kernels/one_row_experts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gapless.kernels.launch import launch_dependents_and_wait
 
 
 @triton.jit
-def _rank(logits, bias, E: tl.constexpr, BLOCK_E: tl.constexpr, HAS_BIAS: tl.constexpr):
+def rank(logits, bias, E: tl.constexpr, BLOCK_E: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Experts of one row, their logits, and the place of each, 0 for the largest; equal ones in their order.
 
     The places are a permutation whatever the logits are: what is not a number comes last. So an expert that is found
@@ -35,7 +35,7 @@ def _rank(logits, bias, E: tl.constexpr, BLOCK_E: tl.constexpr, HAS_BIAS: tl.con
 
 
 @triton.jit
-def _shares(logit, place, TOP: tl.constexpr, NORMALIZED: tl.constexpr):
+def shares_of(logit, place, TOP: tl.constexpr, NORMALIZED: tl.constexpr):
     """The share of each expert: of the chosen ones NORMALIZED, else of all."""
     power = tl.exp(logit - tl.max(logit, axis=0))
     total = tl.sum(tl.where(place < TOP, power, 0.0), axis=0) if NORMALIZED else tl.sum(power, axis=0)
@@ -55,10 +55,10 @@ def route(
     """
     launch_dependents_and_wait(PDL)
     row = tl.program_id(0)
-    expert, logit, place = _rank(logits + row * E, bias, E, BLOCK_E, HAS_BIAS)
+    expert, logit, place = rank(logits + row * E, bias, E, BLOCK_E, HAS_BIAS)
     is_chosen = place < TOP
     pair = row * TOP + place
-    tl.store(shares + pair, _shares(logit, place, TOP, NORMALIZED), mask=is_chosen)
+    tl.store(shares + pair, shares_of(logit, place, TOP, NORMALIZED), mask=is_chosen)
     position = tl.atomic_add(counts + expert, 1, mask=is_chosen, sem="relaxed")
     tl.store(members + expert.to(tl.int64) * num_rows + position, pair, mask=is_chosen)
     if NORM:
@@ -68,7 +68,7 @@ def route(
 
 
 @triton.jit
-def _activate(gate, up, CLAMPED: tl.constexpr):
+def activate(gate, up, CLAMPED: tl.constexpr):
     if CLAMPED:  # that of GPT-OSS, as `models.linear.ClampedGated`
         gate = tl.minimum(gate, 7.0)
         up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
@@ -87,48 +87,32 @@ def _tile_of(counts, tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.c
     return mine, first * BLOCK_M, tl.sum(tl.where(expert == mine, count, 0), axis=0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_squares"])
+@triton.jit(do_not_specialize=["num_rows"])
 def grouped(
-    x, weight, bias, out, counts, members, factors, logits, router_bias, squares, num_rows, num_squares, eps,
+    x, weight, bias, out, counts, members, factors, num_rows,
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, TOP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
-    NORM: tl.constexpr, NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr, ROUTER_BIAS: tl.constexpr, ONE: tl.constexpr,
-    MAX_SQUARES: tl.constexpr, SQUARES_STRIDE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of one expert's pairs by one tile of columns.
 
     GATED: rows of x times gate and up (weight [E, 2 * N, K]), activated; with NORM, rows have their factors first.
     Otherwise pairs of x times weight [E, N, K], each times its share in `factors`.
-    ONE: x is a single row, tile i its i-th expert; there are no lists. Its norm is taken from the squares, and what is
-    activated has its share already.
     """
     tile = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # after the wait: the next kernel reads logits or lists before its own
-    if ONE:
-        numbers, logit, place = _rank(logits, router_bias, E, BLOCK_E, ROUTER_BIAS)
-        expert = tl.max(tl.where(place == tile, numbers, 0), axis=0)
-        share = tl.sum(tl.where(place == tile, _shares(logit, place, TOP, NORMALIZED), 0.0), axis=0)
-        first, count = 0, 1
-    else:
-        expert, first, count = _tile_of(counts, tile, E, BLOCK_E, BLOCK_M)
+        tl.extra.cuda.gdc_launch_dependents()  # after the wait
+    expert, first, count = _tile_of(counts, tile, E, BLOCK_E, BLOCK_M)
     if expert < E:
         position = first + tl.arange(0, BLOCK_M)
         is_pair = position < count
-        if ONE:
-            pair = tl.where(is_pair, tile, 0)
-        else:
-            pair = tl.load(members + expert.to(tl.int64) * num_rows + position, mask=is_pair, other=0)
+        pair = tl.load(members + expert.to(tl.int64) * num_rows + position, mask=is_pair, other=0)
         row = pair // TOP if GATED else pair
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         inner = tl.arange(0, BLOCK_K)
         is_column = column < N
-        if NORM and ONE:
-            index = tl.arange(0, MAX_SQUARES)
-            sums = tl.load(squares + index * SQUARES_STRIDE, mask=index < num_squares, other=0.0)
-            factor = tl.rsqrt(tl.sum(sums, axis=0) / K + eps)
-        elif NORM or not GATED:
+        if NORM or not GATED:
             factor = tl.load(factors + row, mask=is_pair, other=0.0)[:, None]
 
         num_weights: tl.constexpr = 2 if GATED else 1
@@ -156,9 +140,7 @@ def grouped(
             acc += tl.load(bias_at, mask=is_column, other=0.0).to(tl.float32)[None, :]
             if GATED:
                 acc_up += tl.load(bias_at + N, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        acc = _activate(acc, acc_up, CLAMPED) if GATED else acc * factor
-        if ONE:
-            acc = acc * share
+        acc = activate(acc, acc_up, CLAMPED) if GATED else acc * factor
         at = out + pair[:, None].to(tl.int64) * N + column[None, :]
         tl.store(at, acc.to(out.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
 
@@ -189,44 +171,3 @@ def combine(
     if (row == 0) & (tile == 0):
         expert = tl.arange(0, BLOCK_E)
         tl.store(counts + expert, tl.zeros([BLOCK_E], tl.int32), mask=expert < E)
-
-
-@triton.jit
-def down_of_one(
-    x, weight, out, logits, router_bias, squares,
-    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, TOP: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, ROUTER_BIAS: tl.constexpr,
-    SQUARES_STRIDE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The TOP pairs of one row, x [TOP, K], by a tile of columns of their experts, added to the stream.
-
-    `grouped` triggers this kernel when the logits are there, so the experts are known before the wait for x, and the
-    first EARLY tiles of their weights are requested. At most 256 experts and 8 of them chosen: their numbers are the
-    bytes of one integer, which takes one reduction.
-    """
-    tl.static_assert(E <= 256 and TOP <= 8)
-    tile = tl.program_id(0)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    inner = tl.arange(0, BLOCK_K)
-    numbers, _, place = _rank(logits, router_bias, E, BLOCK_E, ROUTER_BIAS)
-    bytes_of = tl.where(place < TOP, numbers.to(tl.int64) << (8 * tl.minimum(place, TOP)).to(tl.int64), 0)
-    chosen = tl.sum(bytes_of, axis=0)
-    at = column[:, None] * K + inner[None, :]
-    num_pieces: tl.constexpr = K // BLOCK_K
-    tiles = ()
-    for i in tl.static_range(EARLY):
-        expert = (chosen >> (8 * (i // num_pieces))) & 255
-        tiles += (tl.load(weight + expert * N * K + at + i % num_pieces * BLOCK_K),)
-    launch_dependents_and_wait(PDL)
-    residual = tl.load(out + column)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for i in tl.static_range(TOP * num_pieces):
-        if i + EARLY < TOP * num_pieces:
-            expert = (chosen >> (8 * ((i + EARLY) // num_pieces))) & 255
-            tiles += (tl.load(weight + expert * N * K + at + (i + EARLY) % num_pieces * BLOCK_K),)
-        piece = tl.load(x + i * BLOCK_K + inner).to(tl.float32)
-        acc += tiles[i].to(tl.float32) * piece[None, :]
-    value = (tl.sum(acc, axis=1) + residual.to(tl.float32)).to(out.dtype.element_ty)
-    tl.store(out + column, value)
-    kept = value.to(tl.float32)
-    tl.store(squares + tile * SQUARES_STRIDE, tl.sum(kept * kept, axis=0))

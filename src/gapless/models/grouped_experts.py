@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gapless.kernels.expert_products import ExpertStack, ExpertStream, add_experts
+from gapless.kernels.expert_products import ExpertStack, ExpertStream, add_experts, add_of_one, fits_one
 from gapless.kernels.fused import rms_norm
 from gapless.kernels.products import Workspace, product, tiling_for
 from gapless.models.layers import ExpertWeights, Hidden, Norm
@@ -53,6 +53,7 @@ class GroupedExperts:
             assert norm is not None
             self._norm = Norm(torch.ones_like(norm.weight), norm.eps)
         self._workspace, self._plain, self._invariant = workspace, plain, invariant
+        self._fits_one = fits_one(self._stack)
 
     def _folded(self, weight: Tensor) -> Tensor:
         if not self._folds:
@@ -93,6 +94,10 @@ class GroupedExperts:
 
     def __call__(self, hidden: Hidden) -> Hidden:
         x, num_squares = hidden.values, hidden.num_squares if self._folds else 0
+        if len(x) == 1 and num_squares and self._fits_one:
+            assert self._norm is not None
+            stream = ExpertStream(x, self._workspace.squares, num_squares, self._norm.eps)
+            return Hidden(x, num_squares=add_of_one(x, self._router, self._stack, stream, self._counts))
         tiling = tiling_for(len(x), *self._router.shape) if num_squares else None
         eps = 0.0 if self._norm is None else self._norm.eps
         if tiling is not None:
