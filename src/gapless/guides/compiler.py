@@ -29,7 +29,7 @@ MAX_THREADS = 8  # with those that are stuck
 STACK_BYTES = 512 * 2**20  # reserved, not used: the system gives memory to the part that is touched
 TIME_LIMIT_S = 10.0
 LONGEST_WAIT = 1.5  # times the limit: for a thread that takes the grammar
-MAX_KEPT = 512  # grammars
+MAX_KEPT = 1024  # grammars
 MAX_KEPT_BYTES = 32 * 2**20  # of their sources together
 
 _stack_lock = threading.Lock()  # the size of the next thread's stack is a setting of the process

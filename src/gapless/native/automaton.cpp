@@ -26,7 +26,7 @@ struct Instruction {
 constexpr int UNBOUNDED = -1;
 constexpr int MAX_INDENT = 32;  // white space: a space, or a line break with at most so many spaces or tabs
 constexpr int MAX_STATES = 1 << 14;
-constexpr int ENOUGH = 8;  // masks to fill, for which it pays to wake threads
+constexpr int ENOUGH_MASKS = 8, ENOUGH_TOKENS = 64;  // for which it pays to wake threads
 constexpr int DEAD = -1, UNKNOWN = -2;
 enum Took { REFUSED = 0, TOOK = 1, IS_OVER = 2, TOO_COMPLEX = 3 };
 
@@ -146,7 +146,7 @@ struct Vocabulary {
     Trie whole, rest;                               // rest: without tokens of plain letters
     int most_commas = 0;
     Team team;
-    std::mutex filling;
+    std::mutex working;  // held by who has the team
 };
 
 struct Item {
@@ -454,6 +454,18 @@ struct Walker {
 
 using namespace gapless;
 
+// Work on each walker, side by side where there are many.
+template <class Action>
+static void each(Walker** walkers, int count, int enough, Action one) {
+    if (count < enough) {
+        for (int i = 0; i < count; i++) one(i);
+        return;
+    }
+    Vocabulary& vocabulary = walkers[0]->automaton.vocabulary;
+    const std::lock_guard<std::mutex> hold(vocabulary.working);
+    vocabulary.team.run([&](int thread) { vocabulary.team.phase(thread, count, one); });
+}
+
 extern "C" {
 
 Vocabulary* gapless_vocabulary(
@@ -477,20 +489,12 @@ void gapless_drop_walker(Walker* walker) { delete walker; }
 
 // One token for each walker; what came of it goes to `took`.
 void gapless_advance(Walker** walkers, const int32_t* tokens, int count, int32_t* took) {
-    for (int i = 0; i < count; i++) took[i] = walkers[i]->advance(tokens[i]);
+    each(walkers, count, ENOUGH_TOKENS, [&](int i) { took[i] = walkers[i]->advance(tokens[i]); });
 }
 
 // The mask of each walker to its row, `stride` words apart; 0 in `filled` where the automaton has become too large.
 void gapless_fill(Walker** walkers, int count, const int32_t* rows, uint32_t* out, int64_t stride, int32_t* filled) {
-    if (count == 0) return;
-    auto one = [&](int i) { filled[i] = walkers[i]->fill(out + rows[i] * stride); };
-    Vocabulary& vocabulary = walkers[0]->automaton.vocabulary;
-    if (count < ENOUGH) {
-        for (int i = 0; i < count; i++) one(i);
-        return;
-    }
-    const std::lock_guard<std::mutex> hold(vocabulary.filling);
-    vocabulary.team.run([&](int thread) { vocabulary.team.phase(thread, count, one); });
+    each(walkers, count, ENOUGH_MASKS, [&](int i) { filled[i] = walkers[i]->fill(out + rows[i] * stride); });
 }
 
 }
