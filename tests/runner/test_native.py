@@ -31,6 +31,8 @@ from gapless.runner import native
 from gapless.runner.kits import cpu
 from gapless.runner.kv_store import KVStore
 from gapless.runner.native import NativeModel, NativeRunner
+from gapless.runner.processors import MASKED, SampledRows, mask
+from gapless.runner.row_store import seat_columns
 from tiny import CPU, PROMPTS, VOCAB_SIZE, write_tiny
 
 pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason=str(library.why_unavailable()))
@@ -375,3 +377,20 @@ def test_sinks_with_a_window_and_a_cap(dummy_dir: Path, monkeypatch: pytest.Monk
             strict=True,
         )
         assert all(abs(a.logprob - b.logprob) < 1e-4 for a, b in pairs)
+
+
+def test_masks_are_applied_as_the_sampler_defines_them(tmp_path: Path) -> None:
+    """Rows without a mask keep their logits, whatever their words say; odd sizes have a part of a word."""
+    write_tiny(tmp_path, vocab_size=61)
+    bench = Bench(load_native(tmp_path), num_rows=6)
+    runner, rows = bench.runner, torch.tensor([4, 1, 3])
+    runner.rows.masks[:] = torch.randint(-(2**31), 2**31 - 1, runner.rows.masks.shape, dtype=torch.int32)
+    runner.rows.masks[4, 0], runner.rows.masks[1] = 0, -1
+    seat_columns(runner.rows.seats)["masked"][:] = torch.tensor([0, 1, 0, 0, 1, 1, 0])
+    before = torch.randn(3, 61)
+    fields = SampledRows(rows, rows, runner.rows.state).fields(MASKED)
+    runner.logits[:3] = before
+    runner._mask(rows)
+    torch.testing.assert_close(runner.logits[:3], mask(before, fields), rtol=0, atol=0)
+    assert runner.logits[0].isinf().any()
+    torch.testing.assert_close(runner.logits[1:3], before[1:], rtol=0, atol=0)

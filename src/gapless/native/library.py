@@ -102,6 +102,7 @@ SIGNATURES: Signatures = {
     "gapless_engine": (c_void_p, [c_void_p, *(POINTER(x) for x in (Cache, Rows, Rotary, Sizes))]),
     "gapless_step": (c_int32, [c_void_p, c_void_p, POINTER(CSections), c_void_p, c_void_p]),
     "gapless_predict": (c_int32, [c_void_p, c_int32, c_int32, c_void_p]),
+    "gapless_mask": (None, [c_void_p, c_int64, c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64]),
     "gapless_drop_engine": (None, [c_void_p]),
 }
 AUTOMATON_SIGNATURES: Signatures = {

@@ -586,6 +586,28 @@ int gapless_predict(AnyEngine* engine, int first, int count, float* logits) {
     return status_of([&] { return engine->predict(first, count, logits), OK; });
 }
 
+// Put the tokens out of reach that the masks of these rows do not allow, where a row has one.
+// logits: [count][vocab]; masks: [rows][words], a bit for each token; has_mask: of the rows, `stride` numbers apart.
+void gapless_mask(
+    float* logits, int64_t vocab, const int64_t* rows, int count, const uint32_t* masks, int64_t words,
+    const int32_t* has_mask, int64_t stride
+) {
+    for (int i = 0; i < count; i++) {
+        if (!has_mask[rows[i] * stride]) continue;
+        const uint32_t* mask = masks + rows[i] * words;
+        for (int64_t w = 0; w < words; w++) {
+            float* at = logits + i * vocab + 32 * w;
+            const int size = std::min<int64_t>(32, vocab - 32 * w);
+            if (mask[w] == 0) {
+                std::fill_n(at, size, -INF);
+            } else if (mask[w] != ~0u) {
+                for (int bit = 0; bit < size; bit++)
+                    if (!(mask[w] >> bit & 1)) at[bit] = -INF;
+            }
+        }
+    }
+}
+
 void gapless_drop_engine(AnyEngine* engine) { delete engine; }
 
 }

@@ -43,8 +43,8 @@ from gapless.runner.calls import Call, process
 from gapless.runner.fill import Filled, Packed, Sections, fill, unpack
 from gapless.runner.kv_store import KVStore
 from gapless.runner.layer_groups import LayerGroups
-from gapless.runner.processors import SampledRows
-from gapless.runner.row_store import RowStore
+from gapless.runner.processors import MASKED, SampledRows
+from gapless.runner.row_store import RowStore, seat_columns
 from gapless.runner.sampler import judged, sample
 from gapless.runner.steering import Steering
 from gapless.runner.step import Targets, write_scores
@@ -227,16 +227,27 @@ class NativeRunner:
         raw = self.logits[scored]  # a copy, for a sampler may write on the logits
         tokens = out[: plan.num_samples]
         process(self.logits[: plan.num_samples], calls)
-        if plan.needs & PROCESSED_SCORES:
-            rows = packed.sample_rows.long()[scored]
+        sample_rows, needs = packed.sample_rows.long(), plan.needs
+        if needs & MASKED:
+            self._mask(sample_rows)
+            needs &= ~MASKED
+        if needs & PROCESSED_SCORES:
+            rows = sample_rows[scored]
             sampled = SampledRows(rows, self.rows.length[rows], self.rows.state)
-            raw = judged(raw, self.logits[scored], sampled, plan.needs)
+            raw = judged(raw, self.logits[scored], sampled, needs)
         if plan.num_samples:
-            tokens[:] = self._sample(packed.sample_rows.long(), plan.needs)
+            tokens[:] = self._sample(sample_rows, needs)
         if plan.num_scores:
             numbers = torch.arange(plan.num_samples, plan.num_samples + len(packed.score_targets))
             targets = Targets(packed.score_targets.long(), numbers, self._predict, len(self.logits))
             write_scores(out[plan.num_samples : plan.num_results], plan.num_top, raw, tokens.long()[scored], targets)
+
+    def _mask(self, rows: Tensor) -> None:
+        """In place, and only rows that have a mask: the sampler's own processor would copy all of them."""
+        has_mask, masks = seat_columns(self.rows.seats)["masked"], self.rows.masks
+        logits, vocab = self.logits.data_ptr(), self.logits.shape[1]
+        where = has_mask.data_ptr(), has_mask.stride(0)
+        self._library.gapless_mask(logits, vocab, rows.data_ptr(), len(rows), masks.data_ptr(), masks.shape[1], *where)
 
     def _sample(self, rows: Tensor, needs: int) -> Tensor:
         places = self.rows.length[rows]  # already past this step's tokens: the place of the next
