@@ -11,7 +11,7 @@ from unittest.mock import patch
 from gapless.pipeline.checked import MakeExecutor
 from gapless.pipeline.executor import LocalExecutor
 
-TOY, GRAPHS, NATIVE = "toy", "graphs", "native"  # the stages of stages.py
+TOY, GRAPHS, NATIVE, WINDOWED = "toy", "graphs", "native", "windowed"  # the stages of stages.py
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 

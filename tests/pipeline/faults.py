@@ -25,7 +25,8 @@ import native_faults
 import score_faults
 import state_faults
 import torch
-from fault import GRAPHS, Fault
+import window_faults
+from fault import GRAPHS, WINDOWED, Fault
 from mutants import MISTAKES, Mistake
 from stages import stage, why_no_stage
 
@@ -58,6 +59,8 @@ def schedules(on: str) -> list[Schedule]:
     asks = (*(Ask(r.id, tuple(r.prompt.tolist()), r.params, r.seed, r.stop_ids) for r in toy_requests()), _eager(on))
     late = tuple(replace(ask, arrival=2 * number) for number, ask in enumerate(asks))
     aborted = tuple(replace(ask, abort=7) if ask.id in "bg" else ask for ask in late)
+    if on == WINDOWED:
+        return _past_windows()
     plain = Schedule(asks, num_rows=4, num_blocks=24, block_size=4, max_batch_tokens=12, max_model_len=48, order=3)
     return [
         replace(plain, depth=2),
@@ -73,6 +76,22 @@ def schedules(on: str) -> list[Schedule]:
         replace(plain, asks=_crowded(), num_rows=2, num_blocks=6, max_batch_tokens=3, depth=2),
         replace(plain, asks=_guided(late, fixed="bcg"), num_blocks=9, depth=3, order=9),
         replace(plain, asks=_guided(aborted, fixed=""), num_blocks=9, failures=(7,), depth=2, order=10),
+    ]
+
+
+def _past_windows() -> list[Schedule]:
+    """Two groups of layers, one with a window of 16. Prompts and outputs are longer, and many begin alike."""
+    shared = tuple(range(1, 30))
+    prompts = [(*shared[:22], 40), (7, 8), (*shared, 41), (60,) * 19, (*shared[:22], 42), shared[:13], (*shared, 43)]
+    asks = tuple(
+        Ask(f"w{i}", prompt, SamplingParams(max_tokens=MOST_TOKENS, temperature=0.5 * (i % 2)), i, arrival=4 * i)
+        for i, prompt in enumerate(prompts)
+    )
+    plain = Schedule(asks, num_rows=3, num_blocks=60, block_size=4, max_batch_tokens=12, max_model_len=48, order=3)
+    return [
+        replace(plain, depth=2),
+        replace(plain, num_blocks=26, depth=3, order=1),
+        replace(plain, num_blocks=44, max_batch_tokens=33, block_size=2, depth=4, order=2, failures=(9,)),
     ]
 
 
@@ -148,6 +167,7 @@ FAULTS = [
         *mask_faults.FAULTS,
         *_of_graphs(),
         *native_faults.FAULTS,
+        *window_faults.FAULTS,
     )
     if why_no_stage(fault.stage) is None
 ]

@@ -1,4 +1,5 @@
-"""Where mistakes are made: the exact toy, the toy behind captured graphs, and native steps of a tiny model."""
+"""Where mistakes are made: the exact toy, the toy behind captured graphs, native steps of a tiny model, and a tiny
+model whose layers have windows."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from fault import GRAPHS, NATIVE, TOY
+from fault import GRAPHS, NATIVE, TOY, WINDOWED
 
 from gapless.core.params import MAX_LOGPROBS
 from gapless.core.row_fields import SEAT_WORDS
@@ -239,4 +240,6 @@ def why_no_stage(name: str) -> str | None:
 def stage(name: str) -> ToyStage | ModelStage:
     if name == NATIVE:
         return tiny_stage("llama", 1, native=True)
+    if name == WINDOWED:
+        return tiny_stage("gemma3_text", 1)
     return ToyStage() if name == TOY else GraphStage()

@@ -166,7 +166,7 @@ class RowTable:
         self.needs[row] = write_seat(self.seats, row, request)
         self.most_stop_ids = max(self.most_stop_ids, len(request.stop_ids))
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.first_blocks[row] = self.num_registered[row] = 0
+        self.num_registered[row] = 0
         self.prefix_entry[row] = ROOT
         self.request[row] = request
         self.num_scoring += request.wants_scores
