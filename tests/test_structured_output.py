@@ -206,7 +206,9 @@ def test_a_shape_goes_with_bad_tokens(tiny_llm: LLM) -> None:
         assert {found.text for found in tiny_llm.generate(["x"] * 5, params)} == {expected}
     (found,) = tiny_llm.generate("x", SamplingParams(structured=choices, bad_token_ids=ids("rl")))
     assert found.finish_reason == "error"
-    assert "leave no token here" in (found.error or "")
+    assert "bad_token_ids and structured together leave no token here" in (found.error or "")
+    (found,) = tiny_llm.generate("x", SamplingParams(structured={"regex": "[ab]+"}, allowed_token_ids=ids("xyz")))
+    assert "allowed_token_ids and structured together leave no token here" in (found.error or "")
     assert tiny_llm.generate("x", SamplingParams(structured=choices))[0].finish_reason == "stop"
 
 

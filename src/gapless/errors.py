@@ -3,7 +3,8 @@
     GaplessError
     ├── InvalidRequest      a prompt or a sampling parameter that cannot be served (also a ValueError)
     │   ├── PromptTooLong       a prompt that is longer than the model's context
-    │   └── TemplateBusy        the chat template is slow, and too many other renderings of it are too
+    │   ├── TemplateBusy        the chat template is slow, and too many other renderings of it are too
+    │   └── CompilerBusy        a shape waited too long for others that are being compiled
     ├── ConfigError         an engine option that makes no sense, alone or together (also a ValueError)
     ├── ModelError          the model cannot be used
     │   ├── ModelNotFound       no such name, directory, file or hub id
@@ -44,6 +45,10 @@ class PromptTooLong(InvalidRequest):
 
 class TemplateBusy(InvalidRequest):
     """A slow rendering, stopped because too many others are slow at the same time."""
+
+
+class CompilerBusy(InvalidRequest):
+    """A shape that no thread took in time, because too many others are being compiled. It may be tried again."""
 
 
 class ConfigError(GaplessError, ValueError):

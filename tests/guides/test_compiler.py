@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gapless.core.structured import read_structured
-from gapless.errors import InvalidRequest
+from gapless.errors import CompilerBusy, InvalidRequest
 from gapless.guides import compiler as module
 from gapless.guides import grammar as grammar_module
 from gapless.guides.compiler import Compiler
@@ -93,6 +93,7 @@ def test_one_that_only_waited_is_not_blamed(vocabulary: Vocabulary, monkeypatch:
     waiting = start(compiler, regex="quick")
     with pytest.raises(InvalidRequest, match="try again"):
         waiting.result(PATIENCE_S)
+    assert isinstance(waiting.exception(), CompilerBusy)
     stuck.set()
     assert start(compiler, regex="quick").result(PATIENCE_S)
     with pytest.raises(InvalidRequest, match="seconds to compile"):  # this one is to blame

@@ -58,7 +58,7 @@ def test_all_that_is_asked_for_counts() -> None:
     joined = join(guide, None, WordGuide([(1, 1)]))
     assert joined is not None
     joined.advance(np.array([1], np.int32))
-    with pytest.raises(InvalidRequest, match="leave no token here"):
+    with pytest.raises(InvalidRequest, match="and bad_token_ids and bad_words together leave no token here"):
         allowed_by(joined)
     assert guide_of(SamplingParams(), VOCAB) is None
 

@@ -53,3 +53,21 @@ def test_a_shape_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Supervisor, "check_grammar", answer)
     asyncio.run(go())
     assert asked == [SHAPE]
+
+
+def test_a_busy_compiler_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape is not to blame: 503, and the next try asks the engine again."""
+    answers = [GrammarChecked(1, "others", is_busy=True), GrammarChecked(2, "wrong")]
+
+    async def answer(self: Supervisor, structured: Structured, timeout_s: float) -> GrammarChecked:
+        return answers.pop(0)
+
+    monkeypatch.setattr(Supervisor, "check_grammar", answer)
+
+    async def go() -> list[int]:
+        supervisor = Supervisor(EngineOptions())
+        supervisor.is_ready = True
+        shapes = CheckedShapes(supervisor, lambda: False)
+        return [await status_of(shapes, 5) for _ in range(2)]
+
+    assert asyncio.run(go()) == [503, 400]

@@ -43,6 +43,12 @@ def nested(depth: int) -> dict[str, Any]:
     return found
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """A tool_choice as chats have it."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "param"),
     [
@@ -79,7 +85,11 @@ def nested(depth: int) -> dict[str, Any]:
         ([function()], "sometimes", "tool_choice"),
         ([function()], {"type": "function", "function": {"name": "g"}}, "tool_choice.function.name"),
         ([function()], {"type": "function", "function": "f"}, "tool_choice.function.name"),
-        ([function()], {"type": "allowed_tools"}, "tool_choice"),
+        ([function()], {"type": "allowed_tools"}, "tool_choice.mode"),
+        ([function()], {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tool_choice.allowed_tools.tools"),
+        ([function()], allowed("auto"), "tool_choice.allowed_tools.tools"),
+        ([function()], allowed("auto", "f", "g"), "tool_choice.allowed_tools.tools.1"),
+        ([function()], allowed("none", "f"), "tool_choice.allowed_tools.mode"),
         (None, "required", "tool_choice"),
         ([], {"type": "function", "function": {"name": "f"}}, "tool_choice.function.name"),
     ],
@@ -118,6 +128,10 @@ def test_which_tools_are_told_and_which_may_be_called() -> None:
     assert found("required") == ("required", ["f", "g"], ["f", "g"], True)
     assert found(None, parallel=False) == ("auto", ["f", "g"], ["f", "g"], True)
     assert found({"type": "function", "function": {"name": "g"}}) == ("required", ["f", "g"], ["g"], True)
+    assert found(allowed("auto", "g")) == ("auto", ["f", "g"], ["g"], True)
+    assert found(allowed("required", "g", "f")) == ("required", ["f", "g"], ["f", "g"], True)
+    responses = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
+    assert [tool.name for tool in response_tools([flat("e"), flat("f")], responses, None).callable] == ["f"]
     assert chat_tools([function(strict=True)], None, None).needs_grammar
     described = chat_tools(tools, None, None).tools[0].described()
     assert described == {"type": "function", "function": {"name": "f", "description": "Weather", "parameters": CITY}}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from gapless.core.guide import Guide
 from gapless.core.structured import Structured
-from gapless.errors import InvalidRequest
+from gapless.errors import CompilerBusy, InvalidRequest
 
 if TYPE_CHECKING:
     from gapless.guides.vocabulary import Vocabulary
@@ -183,7 +183,8 @@ class Compiler:
                 if self._kept.get(job.structured) is job.future:
                     del self._kept[job.structured]
                     self._kept_bytes -= len(job.structured.text)
-            self._settle(job.future, job.structured.refuse("too many others are being compiled; try again later"))
+            refusal = job.structured.refuse("too many others are being compiled; try again later")
+            self._settle(job.future, CompilerBusy(str(refusal), refusal.param))
 
     def _give_up(self, job: _Job) -> None:
         refusal = job.structured.refuse(f"it takes more than {self._time_limit_s:g} seconds to compile")

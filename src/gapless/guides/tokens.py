@@ -30,8 +30,10 @@ class TokenGuide:
     waits = False
     is_over = False
 
-    def __init__(self, mask: Mask) -> None:
+    def __init__(self, mask: Mask, field: str = "allowed_token_ids") -> None:
+        """field: the parameters that asked for it, for errors."""
         self._mask = mask
+        self.field = field
 
     def advance(self, tokens: Mask) -> None:
         """Nothing changes."""
@@ -45,6 +47,8 @@ class AllOf:
 
     def __init__(self, guides: Sequence[Guide]) -> None:
         self._guides = guides
+        fields = " and ".join(getattr(guide, "field", "structured") for guide in guides)
+        self.field = " and ".join(dict.fromkeys(fields.split(" and ")))
         self.waits = any(guide.waits for guide in guides)
         self.is_over = any(guide.is_over for guide in guides)
 
@@ -61,7 +65,7 @@ class AllOf:
             guide.fill(one)
             out &= one
         if not out.any():
-            raise InvalidRequest("the shape, the allowed and the bad tokens leave no token here", "structured")
+            raise InvalidRequest(f"{self.field} together leave no token here", self.field.split(" and ")[0])
 
 
 def join(*guides: Guide | None) -> Guide | None:

@@ -22,6 +22,7 @@ class WordGuide:
 
     waits = True
     is_over = False
+    field = "bad_words"
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
         """words: of two tokens or more."""
@@ -52,6 +53,8 @@ def guide_of(params: SamplingParams, vocab_size: int) -> Guide | None:
         mask = mask_of(params.allowed_token_ids, vocab_size, bad)
         if not mask.any():
             raise InvalidRequest("no token is left: all that are allowed are bad", "bad_token_ids")
-        fixed = TokenGuide(mask)
+        given = {"allowed_token_ids": params.allowed_token_ids, "bad_token_ids": params.bad_token_ids}
+        fields = [name for name, ids in given.items() if ids] + (["bad_words"] if bad - {*params.bad_token_ids} else [])
+        fixed = TokenGuide(mask, " and ".join(fields))
     longer = [word for word in words if len(word) > 1]
     return join(fixed, WordGuide(longer) if longer else None)

@@ -17,6 +17,7 @@ from gapless.server.supervisor import Supervisor
 MAX_KNOWN = 512
 NUM_TRIES = 2
 TIMEOUT_S = 30.0  # longer than the engine's own limit
+BUSY_RETRY_S = 5
 READY_S = 0.05  # between two looks whether the engine is back
 
 
@@ -52,6 +53,8 @@ class CheckedShapes:
             answer = await self._supervisor.check_grammar(shape, TIMEOUT_S)
             if answer is None:
                 continue
+            if answer.refusal is not None and answer.is_busy:
+                raise ApiError(503, answer.refusal, param=shape.param, code="compiler_busy", retry_after_s=BUSY_RETRY_S)
             if answer.refusal is not None:
                 raise ApiError(400, answer.refusal, param=shape.param)
             self._known[shape] = None

@@ -33,7 +33,7 @@ from gapless.core.outcome import Finished, Progress, TokenLogprob, prompt_logpro
 from gapless.core.params import SamplingParams
 from gapless.core.request import Request
 from gapless.core.structured import Structured
-from gapless.errors import EngineClosed, GaplessError, InvalidRequest, StepFailed
+from gapless.errors import CompilerBusy, EngineClosed, GaplessError, InvalidRequest, StepFailed
 from gapless.garbage import collect_rarely
 from gapless.models.source import resolve
 from gapless.pipeline.engine import Engine, Monitor
@@ -206,7 +206,8 @@ class EngineProcess:
 
         def answer(done: Future[Any]) -> None:
             error = done.exception()
-            self._outbox.put(GrammarChecked(id, None if error is None else str(error)))
+            refusal = None if error is None else str(error)
+            self._outbox.put(GrammarChecked(id, refusal, is_busy=isinstance(error, CompilerBusy)))
 
         future.add_done_callback(answer)
 

@@ -131,6 +131,7 @@ class GrammarChecked(WireMessage, frozen=True):
 
     id: int
     refusal: str | None = None
+    is_busy: bool = False  # it is refused because others are being compiled
 
 
 class EnginePulse(WireMessage, frozen=True):

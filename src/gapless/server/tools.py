@@ -31,6 +31,7 @@ class Toolbox:
     mode: Mode = "none"
     only: str | None = None  # the one tool that must be called
     is_parallel: bool = True  # a reply may have several calls
+    allowed: frozenset[str] | None = None  # the tools that may be called, where that is not all that are offered
 
     @property
     def offered(self) -> Sequence[Tool]:
@@ -40,13 +41,15 @@ class Toolbox:
     @property
     def callable(self) -> Sequence[Tool]:
         """The tools that the reply may call."""
-        return [tool for tool in self.offered if self.only in (None, tool.name)]
+        allowed = self.allowed
+        return [t for t in self.offered if self.only in (None, t.name) and (allowed is None or t.name in allowed)]
 
     @property
     def needs_grammar(self) -> bool:
         """Whether text that the model might write has to be ruled out."""
         is_strict = any(tool.strict for tool in self.offered)
-        return self.mode == "required" or is_strict or (self.mode == "auto" and not self.is_parallel)
+        is_narrow = not self.is_parallel or self.allowed is not None
+        return self.mode == "required" or is_strict or (self.mode == "auto" and is_narrow)
 
     def finish_reason(self, reason: str | None, num_calls: int) -> str | None:
         """The reason to tell. A reply that had to call a certain tool ends as any text does."""
@@ -90,14 +93,37 @@ def _toolbox(
         if only not in names:
             raise ApiError(400, f"{place}: no tool is named {only!r}", param=place)
         return Toolbox(tools, "required", only, is_parallel=False)
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        mode, allowed = _allowed(choice, names)
+        return Toolbox(tools, mode, None, parallel, allowed)
     if choice not in (None, "none", "auto", "required"):
-        message = 'tool_choice must be "none", "auto", "required" or the name of a function'
+        message = 'tool_choice must be "none", "auto", "required", the name of a function, or allowed_tools'
         raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
     if choice == "required" and not tools:
         raise ApiError(400, "tool_choice is required, but there are no tools", param="tool_choice")
     if not tools or choice == "none":
         return Toolbox(tools, "none", None, parallel)
     return Toolbox(tools, "required" if choice == "required" else "auto", None, parallel)
+
+
+def _allowed(choice: Mapping[str, Any], names: Sequence[str]) -> tuple[Mode, frozenset[str]]:
+    """The mode and the names of allowed tools, as chats (nested) or responses have them."""
+    place = "tool_choice.allowed_tools" if "allowed_tools" in choice else "tool_choice"
+    given = choice.get("allowed_tools", choice)
+    mode, listed = (given.get("mode"), given.get("tools")) if isinstance(given, Mapping) else (None, None)
+    if mode != "auto" and mode != "required":
+        raise ApiError(400, f'{place}.mode must be "auto" or "required"', param=f"{place}.mode")
+    if not isinstance(listed, list) or not listed:
+        raise ApiError(400, f"{place}.tools must be a list of tools that is not empty", param=f"{place}.tools")
+    found = []
+    for index, tool in enumerate(listed):
+        inner = tool.get("function", tool) if isinstance(tool, Mapping) and _is_function(tool) else None
+        name = inner.get("name") if isinstance(inner, Mapping) else None
+        if not isinstance(name, str) or name not in names:
+            where = f"{place}.tools.{index}"
+            raise ApiError(400, f"{where} must name one of the tools", param=where)
+        found.append(name)
+    return mode, frozenset(found)
 
 
 def _is_function(choice: Mapping[str, Any]) -> bool:
