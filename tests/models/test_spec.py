@@ -12,7 +12,7 @@ from gapless.models.config import ModelConfig
 from gapless.models.layers import PlainLayers
 from gapless.models.registry import hf_config
 from gapless.models.rope_config import RopeConfig
-from gapless.models.spec import NATIVE, Feature, LayerSpec, attention_features, lacking
+from gapless.models.spec import NATIVE, ExpertSpec, Feature, LayerSpec, attention_features, lacking
 from gapless.native import library
 from gapless.runner.native import why_not
 
@@ -46,6 +46,7 @@ CASES: list[tuple[ModelConfig, set[Feature]]] = [
     (of("mlp", activation="gelu_tanh"), {Feature.ACTIVATION}),
     (of("mlp", kind="plain"), {Feature.PLAIN_MLP}),
     (of("mlp", kind="experts"), {Feature.EXPERTS}),
+    (of("mlp", kind="experts", experts=ExpertSpec(4, 2)), {Feature.EXPERTS, Feature.MIXED_SIZES}),
     (with_last(replace(LAYER, parallel=True)), {Feature.PARALLEL}),
     (of("norm", kind="layer"), {Feature.LAYER_NORM}),
     (of("norm", place="around"), {Feature.NORM_AFTER}),
@@ -65,7 +66,7 @@ def test_features(config: ModelConfig, expected: set[Feature]) -> None:
 @pytest.mark.parametrize(("config", "expected"), CASES[1:], ids=[str(sorted(expected)) for _, expected in CASES[1:]])
 def test_the_native_step_says_what_it_lacks(config: ModelConfig, expected: set[Feature]) -> None:
     lacks = expected - NATIVE
-    assert lacks <= {Feature.EXPERTS, Feature.MIXED_SIZES}
+    assert lacks <= {Feature.MIXED_SIZES}
     assert why_not(torch.float32, config) == (lacks.pop() if lacks else library.why_unavailable())
 
 

@@ -31,4 +31,4 @@ def test_what_runs_where() -> None:
     assert rows["GraniteForCausalLM"].endswith("| native step | fused layers |")
     assert rows["GPTNeoXForCausalLM"].endswith("| native step | general layers (layer norms) |")
     assert rows["MistralForCausalLM"].endswith("| yes | native step | fused layers |")
-    assert rows["Qwen3MoeForCausalLM"].endswith("| torch (experts) | fused layers |")
+    assert rows["Qwen3MoeForCausalLM"].endswith("| native step | fused layers |")

@@ -39,6 +39,8 @@ pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason=st
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 24}
+EXPERTS: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5}
+EXPERTS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "tie_word_embeddings": False}
 VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "tied": {"tie_word_embeddings": True},
@@ -55,6 +57,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "many heads": {"num_attention_heads": 50, "num_key_value_heads": 1, "head_dim": 16},
+    "experts": EXPERTS,
+    "experts, shares of all": EXPERTS | {"norm_topk_prob": False},
 }
 TOKENS = np.random.default_rng(3).integers(0, 61, 100).astype(np.int32)
 
@@ -169,11 +173,11 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("block_size", [16, 4])
+@pytest.mark.parametrize(("block_size", "changes"), [(16, {}), (4, {}), (16, EXPERTS)], ids=["16", "4", "experts"])
 def test_no_bit_depends_on_batch_chunks_or_threads(
-    tmp_path: Path, dtype: torch.dtype, block_size: int, threads: int
+    tmp_path: Path, dtype: torch.dtype, block_size: int, changes: dict[str, Any], threads: int
 ) -> None:
-    write_tiny(tmp_path, hidden_size=64, head_dim=16, intermediate_size=112, num_hidden_layers=3)
+    write_tiny(tmp_path, hidden_size=64, head_dim=16, intermediate_size=112, num_hidden_layers=3, **changes)
     model = load_native(tmp_path, dtype)
     torch.set_num_threads(1)
     alone = Bench(model, block_size).step(Feed(0, 0, TOKENS))[0]

@@ -48,7 +48,7 @@ FUSED_LAYERS = frozenset(  # for GPUs
     {Feature.MIXED_ROPES, Feature.MIXED_SIZES, Feature.EMBEDDING_SCALE, Feature.LOGIT_CAP, Feature.EXPERTS}
 )
 GENERAL_LAYERS = frozenset(Feature)  # for GPUs, by torch
-NATIVE = frozenset(Feature) - {Feature.EXPERTS, Feature.MIXED_SIZES}  # the CPU's step in C++
+NATIVE = frozenset(Feature) - {Feature.MIXED_SIZES}  # the CPU's step in C++
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def layer_features(layers: Sequence[LayerSpec]) -> Iterator[Feature]:
             yield Feature.PARALLEL
     if len({layer.attention.rope for layer in layers}) > 1:
         yield Feature.MIXED_ROPES
-    if len({(layer.mlp.size, layer.norm.eps, layer.attention.head_norm) for layer in layers}) > 1:
+    if len({(layer.mlp.size, layer.mlp.experts, layer.norm.eps, layer.attention.head_norm) for layer in layers}) > 1:
         yield Feature.MIXED_SIZES
 
 

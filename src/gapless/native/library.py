@@ -29,6 +29,7 @@ PARTS = (
     *("EMBEDDING", "POSITIONS", "HEAD", "LAST_NORM", "LAST_NORM_BIAS"),
     *("FIRST_NORM", "FIRST_NORM_BIAS", "SECOND_NORM", "SECOND_NORM_BIAS", "FIRST_AFTER", "SECOND_AFTER"),
     *("QKV", "OUT", "GATE", "UP", "DOWN", "Q_NORM", "K_NORM", "SINKS"),
+    *("ROUTER", "EXPERT_GATE", "EXPERT_UP", "EXPERT_DOWN"),
 )  # model.h has the same list
 WEIGHTS = ("FLOAT32", "BFLOAT16", "QUANTIZED")  # step.cpp has the same list
 
@@ -39,7 +40,8 @@ class CShape(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")),
         *((name, c_int32) for name in ("head_dim", "inner_size", "tied", "head_norm", "layer_norm", "norm_before")),
-        *((name, c_int32) for name in ("norm_after", "parallel", "gated", "activation", "num_positions")),
+        *((name, c_int32) for name in ("norm_after", "parallel", "gated", "activation")),
+        *((name, c_int32) for name in ("num_experts", "num_chosen", "shares_of_all", "num_positions")),
         *((name, c_float) for name in ("eps", "last_eps", "embedding_scale", "logit_cap")),
     ]
 

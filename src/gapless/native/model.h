@@ -7,6 +7,7 @@
 #include <new>
 #include <vector>
 
+#include "experts.h"
 #include "quantized.h"
 
 namespace gapless {
@@ -22,6 +23,8 @@ struct Shape {
     int32_t parallel;     // the MLP reads what attention reads
     int32_t gated;
     int32_t activation;     // one of Activation
+    int32_t num_experts, num_chosen;  // of each layer; 0: there are none
+    int32_t shares_of_all;            // shares of the chosen do not add up to 1
     int32_t num_positions;  // that have a row of a table of their own; 0: there is no such table
     float eps, last_eps, embedding_scale;
     float logit_cap;  // 0: none
@@ -41,12 +44,13 @@ struct LayerShape {
 };
 
 enum HeadNorm { NO_HEAD_NORM, EACH, ALL, LAYER };  // as in models/spec.py
-enum Activation { SILU, GELU, GELU_TANH };
+enum Activation { SILU, GELU, GELU_TANH, CLAMPED };
 
 // Which weight. The host has the same list.
 enum Part {
     EMBEDDING, POSITIONS, HEAD, LAST_NORM, LAST_NORM_BIAS, FIRST_NORM, FIRST_NORM_BIAS, SECOND_NORM, SECOND_NORM_BIAS,
-    FIRST_AFTER, SECOND_AFTER, QKV, OUT, GATE, UP, DOWN, Q_NORM, K_NORM, SINKS
+    FIRST_AFTER, SECOND_AFTER, QKV, OUT, GATE, UP, DOWN, Q_NORM, K_NORM, SINKS,
+    ROUTER, EXPERT_GATE, EXPERT_UP, EXPERT_DOWN  // of experts: layer * num_experts + expert is their layer
 };
 
 // A norm's weights; without a bias where there is none.
@@ -100,6 +104,7 @@ struct Layer {
     float* sinks;
     LayerShape shape;
     Linear<T> qkv, out, gate_up, down;  // gate_up: a panel of the gate, its panel of up, and so on
+    ExpertWeights<T> experts;  // in place of gate_up and down, where there are some
 };
 
 inline float to_float(float x) { return x; }
@@ -127,8 +132,12 @@ class Model {
             make(layer.out, hidden, shape.q_size());
             if (shape.norm_after) make(layer.first_after);
             if (shape.norm_before) make(layer.second_norm);
-            make(layer.gate_up, inner, hidden, (shape.gated ? 2 : 1) * panels(inner));
-            make(layer.down, hidden, inner);
+            if (shape.num_experts) {
+                make(layer.experts);
+            } else {
+                make(layer.gate_up, inner, hidden, (shape.gated ? 2 : 1) * panels(inner));
+                make(layer.down, hidden, inner);
+            }
             if (shape.norm_after) make(layer.second_after);
         }
         make(last_norm);
@@ -205,8 +214,23 @@ class Model {
             table = arena_.take<Weight>((long)shape.vocab_size * shape.hidden_size);
     }
 
+    void make(ExpertWeights<T>& experts) {
+        const int hidden = shape.hidden_size, inner = shape.inner_size;
+        make(experts.router, shape.num_experts, hidden);
+        experts.gate_up.resize(shape.num_experts), experts.down.resize(shape.num_experts);
+        for (int e = 0; e < shape.num_experts; e++) {
+            make(experts.gate_up[e], inner, hidden, 2 * panels(inner));
+            make(experts.down[e], hidden, inner);
+        }
+    }
+
     Linear<T>& product(int part, int layer) {
+        const int count = shape.num_experts;
         switch (part) {
+            case ROUTER: return layers[layer].experts.router;
+            case EXPERT_GATE:
+            case EXPERT_UP: return layers[layer / count].experts.gate_up[layer % count];
+            case EXPERT_DOWN: return layers[layer / count].experts.down[layer % count];
             case QKV: return layers[layer].qkv;
             case OUT: return layers[layer].out;
             case DOWN: return layers[layer].down;
@@ -236,7 +260,8 @@ class Model {
     int panel_of(int part, int output) const {
         const int panel = output / LANES;
         if (!shape.gated) return panel;
-        return part == GATE ? 2 * panel : part == UP ? 2 * panel + 1 : panel;
+        if (part == GATE || part == EXPERT_GATE) return 2 * panel;
+        return part == UP || part == EXPERT_UP ? 2 * panel + 1 : panel;
     }
 
     Arena arena_;

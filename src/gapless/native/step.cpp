@@ -115,6 +115,15 @@ void center(const float* x, const float* weight, const float* bias, int size, fl
 
 inline vec activate(vec x, int kind) { return kind == SILU ? silu(x) : kind == GELU ? gelu(x) : gelu_tanh(x); }
 
+// activation(gate) * up. That of GPT-OSS keeps both within a limit; models/linear.py has the same numbers.
+inline vec activate_gate(vec gate, vec up, int kind) {
+    if (kind != CLAMPED) return activate(gate, kind) * up;
+    constexpr float LIMIT = 7.0f, SLOPE = 1.702f;
+    gate = choose(gate > LIMIT, fill(LIMIT), gate);
+    up = choose(up > LIMIT, fill(LIMIT), choose(up < -LIMIT, fill(-LIMIT), up));
+    return silu(gate * SLOPE) * (1.0f / SLOPE) * (up + 1.0f);
+}
+
 // Heads, one after the other, in place.
 inline void normalize_heads(float* x, const float* weight, int count, int head_dim, float eps, int kind) {
     if (kind == ALL) normalize(x, weight, count * head_dim, eps, x);
@@ -167,7 +176,13 @@ class Engine : public AnyEngine {
         heads_ = memory_.take<float>((long)room * s.qkv_size());
         normed_ = memory_.take<Input>((long)room * normed_stride_);
         mixed_ = memory_.take<Input>((long)room * mixed_stride_);
-        inner_ = memory_.take<Input>((long)room * inner_stride_);
+        inner_ = memory_.take<Input>((long)room * std::max(1, s.num_chosen) * inner_stride_);
+        if (s.num_experts) {
+            router_logits_ = memory_.take<float>((long)room * s.num_experts);
+            grouped_ = memory_.take<Input>((long)room * s.num_chosen * normed_stride_);
+            results_ = memory_.take<float>((long)room * s.num_chosen * s.hidden_size);
+            choices_.resize(room, s.num_experts, s.num_chosen, s.shares_of_all);
+        }
         if (s.norm_after) product_ = memory_.take<float>((long)room * s.hidden_size);
         picked_hidden_ = memory_.take<float>((long)room * s.hidden_size);
         picked_mixed_ = memory_.take<Input>((long)room * mixed_stride_);
@@ -251,6 +266,10 @@ class Engine : public AnyEngine {
             }
             if (!s.parallel) add(layer.out, layer.first_after, mixed, mixed_stride_, hidden, num_rows, thread);
             norm_rows(hidden, layer.second_norm, s.eps, num_rows, thread);
+            if (s.num_experts) {
+                add_experts(layer.experts, hidden, num_rows, thread);
+                continue;
+            }
             gate(layer.gate_up, num_rows, thread);
             if (s.parallel) add(layer.out, layer.first_after, mixed, mixed_stride_, hidden, num_rows, thread);
             add(layer.down, layer.second_after, inner_, inner_stride_, hidden, num_rows, thread);
@@ -313,7 +332,12 @@ class Engine : public AnyEngine {
     void project(
         const Linear<T>& linear, const Input* x, long x_stride, float* out, long stride, int num_rows, int thread
     ) {
-        auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
+        run_product(thread, linear, num_rows, 1, x, x_stride, to_rows(linear, out, stride));
+    }
+
+    // What becomes of a product's tiles: rows of numbers, with the bias.
+    static auto to_rows(const Linear<T>& linear, float* out, long stride) {
+        return [&linear, out, stride](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
             for (int n = 0; n < count; n++)
                 for (int m = 0; m < rows; m++) {
                     const int column = (panel + n) * LANES;
@@ -322,7 +346,6 @@ class Engine : public AnyEngine {
                     put(out + (row + m) * stride + column, y, linear.num_outputs - column);
                 }
         };
-        run_product(thread, linear, num_rows, 1, x, x_stride, done);
     }
 
     void rotate_and_store(const Layer<T>& layer, int index, int token) {
@@ -408,27 +431,71 @@ class Engine : public AnyEngine {
     }
 
     void gate(const Linear<T>& linear, int num_rows, int thread) {
+        const int together = TOGETHER * (model_.shape.gated ? 2 : 1);
+        run_product(thread, linear, num_rows, together, normed_, normed_stride_, to_inner(linear, inner_));
+    }
+
+    // What becomes of the tiles of gate and up, or of up alone: activated inputs of the next product.
+    auto to_inner(const Linear<T>& linear, Input* out) const {
         const int kind = model_.shape.activation, sides = model_.shape.gated ? 2 : 1;
-        auto done = [&](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
+        const long stride = inner_stride_;
+        return [=, &linear](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
             auto sum = [&](int n, int m) {
                 const vec y = load(sums + (n * tile_rows + m) * LANES);
                 return linear.bias == nullptr ? y : y + load(linear.bias + (panel + n) * LANES);
             };
             auto result = [&](int n, int m) {
-                const vec y = activate(sum(n, m), kind);
-                return sides == 1 ? y : y * sum(n + 1, m);
+                return sides == 1 ? activate(sum(n, m), kind) : activate_gate(sum(n, m), sum(n + 1, m), kind);
             };
             for (int n = 0; n < count; n += TOGETHER * sides)
                 for (int m = 0; m < rows; m++) {
                     const int column = (panel + n) / sides * LANES;
-                    Input* to = inner_ + (row + m) * inner_stride_;
+                    Input* to = out + (row + m) * stride;
                     if constexpr (QUANTIZED)
                         quantize(result(n, m), result(n + sides, m), to[column / BLOCK]);
                     else
                         put(to + column, result(n, m), linear.num_outputs - column);
                 }
         };
-        run_product(thread, linear, num_rows, TOGETHER * sides, normed_, normed_stride_, done);
+    }
+
+    // What the chosen experts make of the normalized rows, added to the stream. Rows of one expert lie side by side.
+    void add_experts(const ExpertWeights<T>& experts, float* hidden, int num_rows, int thread) {
+        if (num_rows == 0) return;
+        const Shape& s = model_.shape;
+        const int size = s.hidden_size, num_chosen = s.num_chosen, num_threads = team_.size();
+        project(experts.router, normed_, normed_stride_, router_logits_, s.num_experts, num_rows, thread);
+        each_row(thread, num_rows, [&](int i) { choices_.choose(i, router_logits_ + (long)i * s.num_experts); });
+        team_.phase(thread, 1, [&](int) { choices_.group(num_rows, experts, 2 * TOGETHER, num_threads); });
+        each_row(thread, num_rows * num_chosen, [&](int pair) {
+            const Input* row = normed_ + pair / num_chosen * normed_stride_;
+            memcpy((void*)(grouped_ + choices_.place(pair) * normed_stride_), row, normed_stride_ * sizeof(Input));
+        });
+        team_.phase(thread, choices_.num_gate_units.load(std::memory_order_relaxed), [&](int unit) {
+            const auto [e, mine] = choices_.gate_unit(unit);
+            const Linear<T>& linear = experts.gate_up[e];
+            const long start = choices_.start(e);
+            const Cut<T> cut(linear, choices_.count(e), 2 * TOGETHER, num_threads);
+            auto done = to_inner(linear, inner_ + start * inner_stride_);
+            multiply(linear, cut, mine, grouped_ + start * normed_stride_, normed_stride_, done);
+        });
+        team_.phase(thread, choices_.num_down_units.load(std::memory_order_relaxed), [&](int unit) {
+            const auto [e, mine] = choices_.down_unit(unit);
+            const Linear<T>& linear = experts.down[e];
+            const long start = choices_.start(e);
+            const Cut<T> cut(linear, choices_.count(e), 1, num_threads);
+            auto done = to_rows(linear, results_ + start * size, size);
+            multiply(linear, cut, mine, inner_ + start * inner_stride_, inner_stride_, done);
+        });
+        each_row(thread, num_rows, [&](int i) {
+            float* to = hidden + (long)i * size;
+            for (int j = 0; j < num_chosen; j++) {
+                const long pair = (long)i * num_chosen + j;
+                const float* from = results_ + choices_.place(pair) * (long)size;
+                const float share = choices_.share(pair);
+                for (int k = 0; k < size; k++) to[k] += share * from[k];
+            }
+        });
     }
 
     // The logits themselves where they are wanted, else each thread's best of every sample.
@@ -496,6 +563,10 @@ class Engine : public AnyEngine {
     Input *normed_, *mixed_, *inner_;  // [tokens][stride]; what pads a row stays zero
     float* picked_hidden_;             // [picked][hidden_size]
     Input* picked_mixed_;
+    Choices choices_;                 // of experts, as the following ones
+    float* router_logits_ = nullptr;  // [tokens][num_experts]
+    Input* grouped_ = nullptr;        // [pairs][stride]: normed rows, one expert after the other
+    float* results_ = nullptr;        // [pairs][hidden_size]
     Best* best_;  // [threads][samples]
 };
 

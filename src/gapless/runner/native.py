@@ -23,7 +23,7 @@ from gapless.device.base import Buffer, Device
 from gapless.errors import CapacityError
 from gapless.models.config import ModelConfig
 from gapless.models.gguf_scheme import GGUFScheme
-from gapless.models.layers import Norm
+from gapless.models.layers import ExpertWeights, GatedWeights, Norm
 from gapless.models.linear import plain
 from gapless.models.reader import LayerReader, ReadWeight, read_last_norm
 from gapless.models.rope import RotaryTable
@@ -31,7 +31,6 @@ from gapless.models.rope_config import RopeConfig
 from gapless.models.spec import (
     NATIVE,
     Activation,
-    AttentionSpec,
     HeadNorm,
     LayerSpec,
     attention_features,
@@ -88,7 +87,7 @@ class NativeModel:
         weakref.finalize(self, self._library.gapless_drop_model, self.handle).atexit = False
         self._set_ends(table, read)
         for layer, spec in enumerate(config.layers):
-            self._set_layer(layer, spec.attention, LayerReader(config.names, layer, spec, read))
+            self._set_layer(layer, spec, LayerReader(config.names, layer, spec, read))
         positions, where = max_positions or config.max_position_embeddings, (torch.float32, torch.device("cpu"))
         self.rotary = torch.stack([RotaryTable(rope, config.head_dim, positions, *where).table for rope in ropes])
 
@@ -102,23 +101,34 @@ class NativeModel:
             self._set_matrix("POSITIONS", 0, plain(read(f"{self.config.names.positions}.weight").dense()))
         self._set_norm("LAST_NORM", 0, read_last_norm(self.config, read))
 
-    def _set_layer(self, layer: int, spec: AttentionSpec, weights: LayerReader) -> None:
-        gate = weights.gate()
+    def _set_layer(self, layer: int, spec: LayerSpec, weights: LayerReader) -> None:
         self._set_linear("QKV", layer, *weights.qkv())
         self._set_linear("OUT", layer, *weights.out())
-        if gate.gate is not None:
-            self._set_linear("GATE", layer, gate.gate, gate.gate_bias)
-        self._set_linear("UP", layer, gate.up, gate.up_bias)
-        self._set_linear("DOWN", layer, *weights.down())
+        if spec.mlp.experts is None:
+            self._set_gate("", layer, weights.gate())
+            self._set_linear("DOWN", layer, *weights.down())
+        else:
+            self._set_experts(layer, weights.experts())
         norms = (*weights.norms_before(), *weights.norms_after())
         for part, norm in zip(("FIRST_NORM", "SECOND_NORM", "FIRST_AFTER", "SECOND_AFTER"), norms, strict=True):
             if norm is not None:
                 self._set_norm(part, layer, norm)
         if (heads := weights.head_norm()) is not None:
-            self._set_vector("Q_NORM", layer, heads[: spec.num_heads].flatten())
-            self._set_vector("K_NORM", layer, heads[spec.num_heads :].flatten())
+            self._set_vector("Q_NORM", layer, heads[: spec.attention.num_heads].flatten())
+            self._set_vector("K_NORM", layer, heads[spec.attention.num_heads :].flatten())
         if (sinks := weights.sinks()) is not None:
             self._set_vector("SINKS", layer, sinks)
+
+    def _set_gate(self, prefix: str, layer: int, gate: GatedWeights) -> None:
+        if gate.gate is not None:
+            self._set_linear(f"{prefix}GATE", layer, gate.gate, gate.gate_bias)
+        self._set_linear(f"{prefix}UP", layer, gate.up, gate.up_bias)
+
+    def _set_experts(self, layer: int, weights: ExpertWeights) -> None:
+        self._set_linear("ROUTER", layer, weights.router, weights.router_bias)
+        for number, expert in enumerate(weights.experts, layer * len(weights.experts)):
+            self._set_gate("EXPERT_", number, expert.gate)
+            self._set_linear("EXPERT_DOWN", number, expert.down, expert.down_bias)
 
     def _set_norm(self, part: str, layer: int, norm: Norm) -> None:
         self._set_vector(part, layer, norm.weight)
@@ -271,6 +281,7 @@ def _check(status: int) -> None:
 
 def _shape(config: ModelConfig, dtype: torch.dtype) -> native.CShape:
     layer, norm = config.layers[0], config.layers[0].norm
+    experts = layer.mlp.experts
     return native.CShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -285,8 +296,11 @@ def _shape(config: ModelConfig, dtype: torch.dtype) -> native.CShape:
         norm_before=norm.is_before,
         norm_after=norm.is_after,
         parallel=layer.parallel,
-        gated=layer.mlp.kind == "gated",
+        gated=layer.mlp.kind != "plain",
         activation=get_args(Activation).index(layer.mlp.activation),
+        num_experts=0 if experts is None else experts.count,
+        num_chosen=0 if experts is None else experts.num_chosen,
+        shares_of_all=experts is not None and not experts.is_normalized,
         num_positions=config.max_position_embeddings if config.learned_positions else 0,
         eps=norm.eps,
         last_eps=config.last_norm.eps,
