@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -121,6 +123,29 @@ def test_memory_is_bounded_unless_everything_is_kept(monkeypatch: pytest.MonkeyP
         assert len(recorder._marks) < 3 * 7 * 16
         assert "unknown" not in kept.idle_by_cause or kept.idle_by_cause["unknown"] < 1e-6
         assert kept.idle_s < kept.seconds
+
+
+def test_the_first_sum_of_a_process_loads_nothing() -> None:
+    """It falls into a step's launch, and loading took 50 ms and more there."""
+    code = """
+import sys, time
+from gapless.trace.columns import COLLECT, FILL, LAUNCH
+from gapless.trace.recorder import FOLD_STEPS, Recorder
+recorder = Recorder()
+recorder.start()
+before = set(sys.modules)
+for step in range(FOLD_STEPS + 1):
+    recorder.mark(FILL)
+    recorder.mark(LAUNCH)
+    recorder.launched(step, 1, 1, 0)
+    recorder.mark(COLLECT)
+    recorder._on_gc("start", {})
+    recorder._on_gc("stop", {})
+    recorder.collected((*(time.perf_counter(),) * 6, 0.0, 0.0, 0.0, 0.0))
+print(len(recorder._folds), sorted(set(sys.modules) - before))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "1 []\n"
 
 
 def test_the_flags_of_a_step_come_from_what_is_watched() -> None:
