@@ -97,7 +97,7 @@ def _(original):
 
 @fault("a greedy graph is replayed although a row draws", graphs, "_is_plain")
 def _(original):
-    return lambda plan, shape: original(replace(plan, needs=0), shape)
+    return lambda plan: original(replace(plan, needs=0))
 
 
 @fault("new owners and blocks of a mixed replay are left out", graphs, "pack_mixed")

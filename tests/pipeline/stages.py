@@ -71,6 +71,9 @@ class Played:
     def __init__(self, body: Callable[[], None]) -> None:
         self._body = body
 
+    def instantiate(self) -> None:
+        pass
+
     @torch.inference_mode()
     def replay(self) -> None:
         from gapless.runner import halves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -33,9 +34,13 @@ class Played:
     def __init__(self, body: Callable[[], None]) -> None:
         body()  # as capturing does
         self._body = torch.inference_mode()(body)
-        self.num_replays = 0
+        self.num_replays, self.is_ready = 0, False
+
+    def instantiate(self) -> None:
+        self.is_ready = True
 
     def replay(self) -> None:
+        assert self.is_ready
         self.num_replays += 1
         self._body()
 
@@ -81,10 +86,24 @@ def test_a_step_of_each_kind_was_replayed_before_any_is_needed() -> None:
     runner = graph_runner(CpuDevice(driver=InlineDriver()))
     kinds = {(shape.has_chunks, is_plain) for shape, is_plain in runner._graphs}
     replayed = [key for key, found in runner._graphs.items() if all(graph.num_replays for graph in found.graphs)]
-    assert kinds == {(True, False), (False, True), (False, False)}
+    assert kinds == {(True, False), (True, True), (False, True), (False, False)}
     assert {(shape.has_chunks, is_plain) for shape, is_plain in replayed} == kinds
     assert len(replayed) == len(kinds)
     assert runner._runner.rows.length.sum() == 0
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("wanted", [{}, {"logprobs": 1}, {"presence_penalty": 0.5}], ids=str)
+def test_greedy_rows_without_scores_have_a_shorter_half(wanted: dict[str, Any]) -> None:
+    """With chunks and without: the last graph of a step is that of its kind, after the one replay at the start."""
+    request = toy_request("a", [7, 8, 9, 1, 2, 3], max_tokens=5)
+    request.params = replace(request.params, **wanted)
+    runner = run_with_graphs([request])
+    count: Counter[tuple[bool, bool]] = Counter()
+    for (shape, is_plain), captured in runner._graphs.items():
+        count[shape.has_chunks, is_plain] += captured.graphs[-1].num_replays  # type: ignore[attr-defined]
+    is_plain = not wanted
+    assert count == {(True, is_plain): 2, (False, is_plain): 5, (True, not is_plain): 1, (False, not is_plain): 1}
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -153,11 +172,11 @@ def test_the_same_rows_again_are_not_sent_again(monkeypatch: pytest.MonkeyPatch)
 def test_what_the_budget_leaves_out_is_padded_further(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest step's memory was set aside. The largest decode shape comes next, so that no step misses a graph."""
     monkeypatch.setattr(capture, "BUDGET_BYTES", 10)
-    free = iter([100, *range(40, 0, -6)])
+    free = iter([100, *range(40, 0, -12)])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 0))
     runner = run_with_graphs(toy_requests())
-    assert runner.cost.num_graphs == 3
-    assert "3 of" in str(runner.cost)
+    assert runner.cost.num_shapes == 2
+    assert "2 of" in str(runner.cost)
     assert (len(runner._mixed_shapes), len(runner._decode_shapes)) == (1, 1)
     assert not runner.ledger
 
@@ -179,7 +198,7 @@ def test_compiling_for_long_leaves_the_budget_to_captures(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(GraphRunner, "_rehearse", slowly)
     cost = graph_runner(CpuDevice(driver=InlineDriver())).cost
-    assert cost.num_graphs == cost.num_wanted
+    assert cost.num_shapes == cost.num_wanted
     assert cost.seconds > 10 * capture.BUDGET_S
 
 
@@ -216,6 +235,9 @@ def test_processors_come_between_two_replays() -> None:
 class BrokenGraph:
     """A capture that an error within it has ended, as CUDA ends it."""
 
+    def __init__(self, keep_graph: bool) -> None:
+        assert keep_graph
+
     def capture_begin(self, pool: object, capture_error_mode: str) -> None:
         pass
 
@@ -236,10 +258,9 @@ def test_an_error_within_a_capture_is_the_one_that_is_raised(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_progress_counts_graphs() -> None:
+def test_progress_counts_shapes() -> None:
     told: list[tuple[int, int]] = []
     runner = graph_runner(CpuDevice(driver=InlineDriver()), lambda done, total: told.append((done, total)))
-    decodes, mixes = len(decode_shapes(LIMITS)), len(mixed_shapes(LIMITS))
-    total = 2 * decodes + mixes
+    total = len(decode_shapes(LIMITS)) + len(mixed_shapes(LIMITS))
     assert told == [(done + 1, total) for done in range(total)]
-    assert runner.cost.num_graphs == runner.cost.num_wanted == total
+    assert runner.cost.num_shapes == runner.cost.num_wanted == total

@@ -12,7 +12,7 @@ from plans import plans
 
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan
-from gapless.runner.ladder import FEW_TOKENS, Shape, decode_shapes, mixed_shapes
+from gapless.runner.ladder import LEAST_STEP, STEPS_AN_OCTAVE, Shape, corners, decode_shapes, mixed_shapes
 
 LIMITS = Limits(num_rows=256, num_blocks=10_000, block_size=16, max_batch_tokens=8192, max_model_len=4096)
 
@@ -29,13 +29,27 @@ def test_the_largest_step_has_a_shape(num_rows: int, max_batch_tokens: int, max_
 
 @pytest.mark.parametrize("num_tokens", [300, 513, 1100, 3000, 4097, 8100])
 def test_padding_is_bounded(num_tokens: int) -> None:
-    """At most a fifth of the step up to 512 tokens, an eighth beyond."""
+    """Less than a tile of the library's products, or an eighth of the step."""
     found = next(shape for shape in mixed_shapes(LIMITS) if shape.num_tokens >= num_tokens)
-    assert found.num_tokens - num_tokens <= found.num_tokens / (8 if num_tokens > FEW_TOKENS[-1] else 5)
+    assert found.num_tokens - num_tokens < max(LEAST_STEP, found.num_tokens / STEPS_AN_OCTAVE)
 
 
 def test_there_are_not_too_many() -> None:
-    assert len(mixed_shapes(LIMITS)) + 2 * len(decode_shapes(LIMITS)) < 220
+    assert len(mixed_shapes(LIMITS)) + len(decode_shapes(LIMITS)) < 110
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 32, 33, 256])
+def test_corners_have_every_number_of_rows_and_of_tokens(num_rows: int) -> None:
+    limits = replace(LIMITS, num_rows=num_rows)
+    mixes, decodes = mixed_shapes(limits), decode_shapes(limits)
+    found = corners([*reversed(mixes), *decodes])
+    assert found[0] == mixes[-1]  # the order stays: the largest comes first
+    assert set(decodes) <= set(found) <= {*mixes, *decodes}
+    assert {shape.num_tokens for shape in found} == {shape.num_tokens for shape in (*mixes, *decodes)}
+    of_chunks = {shape.num_rows for shape in found if shape.has_chunks}
+    assert of_chunks == {shape.num_rows for shape in mixes}
+    if num_rows > 32:
+        assert len(found) < len(mixes)
 
 
 @given(plans())

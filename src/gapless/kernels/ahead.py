@@ -15,14 +15,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.cache import get_cache_manager
+from torch.overrides import TorchFunctionMode
+from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars, get_cache_key
 
 from gapless.kernels.compilers import Compilers, Recipe
 
 KernelProgress = Callable[[int, int], None]  # kernels that are done, kernels found so far
-UNFILLED = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
+UNFILLED = (
+    torch.empty,
+    torch.empty_like,
+    torch.empty_strided,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_empty_strided,
+)
 
 LONGEST_NAME = 150  # of a file in Triton's cache
 _one_at_a_time = threading.RLock()  # blocks replace Triton's functions, and must put them back in order
@@ -126,16 +132,15 @@ class Ahead:
         self._pool.shutdown(cancel_futures=True)
 
 
-class _Zeroed(TorchDispatchMode):
-    """Memory that kernels would have written holds zeros, so that indices read from it are valid ones."""
+class _Zeroed(TorchFunctionMode):
+    """Memory that kernels would have written holds zeros, so that indices read from it are valid ones.
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is traced, and to say so would import all of torch's tracer: seconds
+    Sees calls from Python alone, which suffices: what torch allocates within an operation, it fills itself.
+    """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        return found.zero_() if func.name().partition(".")[0] in UNFILLED else found
+        return found.zero_() if func in UNFILLED else found
 
 
 @contextmanager
@@ -155,6 +160,17 @@ def compiled_ahead(compilers: Compilers, progress: KernelProgress | None = None)
     finally:
         ahead.close()
         ahead.seconds = time.perf_counter() - began
+
+
+@contextmanager
+def hashed_meanwhile() -> Iterator[None]:
+    """Beside the block, hash all of Triton, which is part of each kernel's key: 0.4 s of the first launch otherwise."""
+    thread = threading.Thread(target=triton_key, name="gapless-hash", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 @contextmanager

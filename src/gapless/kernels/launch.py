@@ -60,16 +60,28 @@ def beside(first: Callable[[], object], second: Callable[[], object]) -> None:
         second()
         return
     here, side = torch.cuda.current_stream(), _side_stream()
-    side.wait_stream(here)
-    with torch.cuda.stream(side):
+    fork, join = _events(here)
+    fork.record(here)
+    side.wait_event(fork)
+    torch.cuda.set_stream(side)  # a context, and events made each time, would cost as much as both launches
+    try:
         first()
+    finally:
+        torch.cuda.set_stream(here)
     second()
-    here.wait_stream(side)
+    join.record(side)
+    here.wait_event(join)
 
 
 @cache
 def _side_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
+
+
+@cache
+def _events(stream: torch.cuda.Stream) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """For each stream its own: two threads may launch at the same time. Each is waited for before it is used again."""
+    return torch.cuda.Event(), torch.cuda.Event()
 
 
 @triton.jit

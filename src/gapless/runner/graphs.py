@@ -1,10 +1,10 @@
 """Steps as replays of captured CUDA graphs, for a ladder of shapes.
 
-A greedy decode step is one replay, any other is two, one for each half: rows in, logits; logits, tokens out. Steps are
-padded to the next shape with a row that nobody owns. That holds for decode steps and for steps with chunks of any
-number and length, for any sampling and for the log-probabilities of samples. Those of a prompt are computed after the
-replay, from the hidden states it leaves. A step without a graph (one that copies blocks) runs as it is and is counted
-with the reason.
+A greedy decode step is one replay, any other is two, one for each half: rows in, logits; logits, tokens out. A shape
+has two second halves, of which the short one serves greedy rows without scores. Steps are padded to the next shape with
+a row that nobody owns. That holds for decode steps and for steps with chunks of any number and length, for any sampling
+and for the log-probabilities of samples. Those of a prompt are computed after the replay, from the hidden states it
+leaves. A step without a graph (one that copies blocks) runs as it is and is counted with the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,10 +30,10 @@ from gapless.kernels.ahead import compiled_ahead
 from gapless.kernels.compilers import Compilers
 from gapless.kernels.mixed import NO_SCORE
 from gapless.runner.calls import process
-from gapless.runner.capture import CaptureCost, record
+from gapless.runner.capture import CaptureCost, Instantiation, record
 from gapless.runner.fill import Filled
 from gapless.runner.halves import NO_BLOCK, Halves, StaticInputs, decode_size
-from gapless.runner.ladder import Shape, decode_shapes, mixed_shapes
+from gapless.runner.ladder import Shape, corners, decode_shapes, mixed_shapes
 from gapless.runner.logprobs import score
 from gapless.runner.mixed import in_slices, pack_mixed, score_places
 from gapless.runner.runner import Runner
@@ -129,7 +128,7 @@ class GraphRunner:
             return
         with self._resident_unless_it_raises():
             self._take_in(packed_plan)
-            for graph in self._graphs[shape, _is_plain(plan, shape)].graphs:
+            for graph in self._graphs[shape, _is_plain(plan)].graphs:
                 graph.replay()
             self._give(plan, packed_plan, out)
 
@@ -214,26 +213,22 @@ class GraphRunner:
         # the largest first: the others fit into its memory. Then decode steps, which miss a graph most
         largest, *mixes = reversed(mixed_shapes(self._limits))
         shapes = [largest, *reversed(decode_shapes(self._limits)), *mixes]
-        wanted = [(shape, plain) for shape in shapes for plain in ((False,) if shape.has_chunks else (True, False))]
-        self.cost = CaptureCost(num_wanted=len(wanted))
-        self._rehearse(wanted, progress)
+        self.cost = CaptureCost(num_wanted=len(shapes))
+        self._rehearse(corners(shapes), progress)
         self.cost.begin_captures()
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
-        free = torch.cuda.mem_get_info()[0]
-        with collections_paused():
-            for shape, is_plain in wanted:
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        free, num_rehearsed = torch.cuda.mem_get_info()[0], self._device.late.num_kernels
+        with collections_paused(), Instantiation() as instantiation:
+            for shape in shapes:
                 if not self.cost.within_budget():
                     break
-                inputs = self._halves.padding(shape)
-                self._graphs[shape, is_plain] = Captured(self._capture(inputs, is_plain, pool, stream), inputs)
-                if not is_plain:  # all of its graphs are there
-                    (self._mixed_shapes if shape.has_chunks else self._decode_shapes).insert(0, shape)
+                self._capture(shape, lambda body: instantiation.of(record(body, pool, stream)))
                 self.cost.add(free - torch.cuda.mem_get_info()[0])
                 if progress is not None:
-                    progress(self.cost.num_graphs, len(wanted))
-            self._device.stream(STREAMS[COMPUTE]).run(self._replay_one_of_each, "first replays")
-            torch.cuda.synchronize()
+                    progress(self.cost.num_shapes, len(shapes))
+        self.cost.num_missed = self._device.late.num_kernels - num_rehearsed
+        self._device.stream(STREAMS[COMPUTE]).run(self._replay_one_of_each, "first replays")
+        torch.cuda.synchronize()
         self.cost.within_budget()
         log.info("%s", self.cost)
 
@@ -246,31 +241,37 @@ class GraphRunner:
             for graph in self._graphs[shape, is_plain].graphs:
                 graph.replay()
 
-    def _capture(
-        self, inputs: StaticInputs, is_plain: bool, pool: Any, stream: torch.cuda.Stream
-    ) -> tuple[torch.cuda.CUDAGraph, ...]:
-        """The logits between two halves are kept until the second is captured, which therefore leaves them alone."""
-        if is_plain:
-            return (record(partial(self._halves.play, self._step, inputs, is_plain), pool, stream),)
-        between: list[Predicted] = []
+    def _capture(self, shape: Shape, record: Callable[[Callable[[], None]], torch.cuda.CUDAGraph]) -> None:
+        """All graphs of a shape.
+
+        The logits between two halves are kept until the second ones are captured, which therefore leave them alone.
+        """
+        inputs, between = self._halves.padding(shape), list[Predicted]()
 
         def predict() -> None:
             between[:] = [self._halves.predict(self._step, inputs)]
 
-        first = record(predict, pool, stream)
-        second = record(lambda: self._halves.finish(self._step, inputs, between[0], is_plain), pool, stream)
-        return first, second
+        def finish(is_plain: bool) -> None:
+            self._halves.finish(self._step, inputs, between[0], is_plain)
 
-    def _rehearse(self, wanted: Sequence[tuple[Shape, bool]], progress: Callable[[int, int], None] | None) -> None:
+        first, general = record(predict), record(partial(finish, False))
+        if shape.has_chunks:
+            plain: tuple[torch.cuda.CUDAGraph, ...] = first, record(partial(finish, True))
+        else:
+            plain = (record(partial(self._halves.play, self._step, inputs)),)
+        self._graphs |= {(shape, True): Captured(plain, inputs), (shape, False): Captured((first, general), inputs)}
+        (self._mixed_shapes if shape.has_chunks else self._decode_shapes).insert(0, shape)
+
+    def _rehearse(self, shapes: Sequence[Shape], progress: Callable[[int, int], None] | None) -> None:
         """Compile every kernel of the steps side by side, then run each step once: libraries load what they need."""
         step = self._step.rehearsal()
         with Compilers() as compilers, compiled_ahead(compilers, progress) as ahead:
             compilers.start_if_cold()
-            for shape, is_plain in wanted:
-                self._halves.play(step, self._halves.padding(shape), is_plain)
+            for shape in shapes:
+                self._halves.rehearse(step, shape)
         self.cost.num_kernels = len(ahead.names)
-        for shape, is_plain in wanted:
-            self._halves.play(step, self._halves.padding(shape), is_plain)
+        for shape in shapes:
+            self._halves.rehearse(step, shape)
         # the allocator keeps memory for each stream apart, and this runs on the engine's own
         self._device.stream(STREAMS[COMPUTE]).run(self._rehearse_rest, "rehearsal")
         torch.cuda.synchronize()
@@ -289,6 +290,6 @@ def _why_no_graph(plan: Plan) -> str | None:
     return "no graph: block copies" if len(plan.block_copies) else None
 
 
-def _is_plain(plan: Plan, shape: Shape) -> bool:
-    """Whether the graph for greedy rows without scores will do; a step with chunks takes too long to gain by it."""
-    return not (shape.has_chunks or plan.needs or plan.num_scores or plan.is_split)
+def _is_plain(plan: Plan) -> bool:
+    """Whether the graphs for greedy rows without scores will do."""
+    return not (plan.needs or plan.num_scores or plan.is_split)

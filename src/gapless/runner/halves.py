@@ -56,9 +56,16 @@ class Halves:
         rest.fill_(NO_BLOCK)
         return DecodeInputs(shape.num_rows, self._limits.num_groups, device)
 
-    def play(self, step: Step, inputs: StaticInputs, is_plain: bool) -> None:
-        """Both halves."""
-        self.finish(step, inputs, self.predict(step, inputs), is_plain)
+    def play(self, step: Step, inputs: StaticInputs) -> None:
+        """Both halves, for greedy rows without scores."""
+        self.finish(step, inputs, self.predict(step, inputs), is_plain=True)
+
+    def rehearse(self, step: Step, shape: Shape) -> None:
+        """Everything that steps of this shape launch."""
+        inputs = self.padding(shape)
+        predicted = self.predict(step, inputs)
+        for is_plain in (False, True):
+            self.finish(step, inputs, predicted, is_plain)
 
     @torch.inference_mode()
     def predict(self, step: Step, inputs: StaticInputs) -> Predicted:
@@ -75,7 +82,7 @@ class Halves:
     def finish(self, step: Step, inputs: StaticInputs, predicted: Predicted, is_plain: bool) -> None:
         """The second half, to `out`."""
         if isinstance(inputs, MixedInputs):
-            self._end_mixed(step, inputs, predicted)
+            self._end_mixed(step, inputs, predicted, is_plain)
         else:
             self._end_decode(step, inputs, predicted, is_plain)
 
@@ -126,12 +133,13 @@ class Halves:
         self.hidden[: len(found.hidden)].copy_(found.hidden)
         return found
 
-    def _end_mixed(self, step: Step, inputs: MixedInputs, predicted: Predicted) -> None:
+    def _end_mixed(self, step: Step, inputs: MixedInputs, predicted: Predicted, is_plain: bool) -> None:
         rows = self._rows
         sampled = SampledRows(inputs.sample_rows, inputs.sample_places, rows.state)
-        found = step.sample(predicted, sampled, ALL_NEEDS, self._to_sample_from(predicted))
+        found = step.sample(predicted, sampled, 0 if is_plain else ALL_NEEDS, self._to_sample_from(predicted))
         end_mixed(self.packed, found.tokens, inputs, rows.last_token, rows.length, rows.counts, self.out)
-        self._score(found, inputs.score_places, inputs.num_top)
+        if not is_plain:
+            self._score(found, inputs.score_places, inputs.num_top)
 
     def _mixed_batch(self, inputs: MixedInputs) -> AttentionBatch:
         return AttentionBatch(

@@ -6,17 +6,17 @@ padding would cost, and are few enough that capturing all of them takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 
-FEW_TOKENS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-STEPS_AN_OCTAVE = 8  # beyond: at most an eighth of a step is padding
-MIXED_ROWS = (8, 32, 128)
-MANY_TOKENS, MANY_ROWS = 512, 32  # steps of more tokens have no shape of fewer rows: these cost them little
+FEW_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+STEPS_AN_OCTAVE = 8  # beyond: at most an eighth of a step is padding, or fewer tokens than
+LEAST_STEP = 128  # which is what the library's tiles have: a step of fewer takes as long
+MIXED_ROWS = (32,)  # keys of few decode rows are split among programs; apart from that, rows cost a step little
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,27 @@ def mixed_shapes(limits: Limits) -> list[Shape]:
     return [Shape(count, size) for size in sizes for count in _row_counts(size, limits.num_rows)]
 
 
+def corners(shapes: Sequence[Shape]) -> list[Shape]:
+    """Of the shapes with chunks, one for each number of tokens and one for each number of rows; all others.
+
+    No kernel and no product depends on both numbers, so these launch all that the others do.
+    """
+    most = {shape.num_tokens: shape for shape in sorted(shapes, key=lambda shape: shape.num_rows)}
+    least = {shape.num_rows: shape for shape in sorted(shapes, key=lambda shape: -shape.num_tokens) if shape.has_chunks}
+    some = {*most.values(), *least.values()}
+    return [shape for shape in shapes if shape in some or not shape.has_chunks]
+
+
 def _row_counts(num_tokens: int, num_rows: int) -> list[int]:
     """No more than there are tokens, since each row has at least one."""
     most = min(num_tokens, num_rows)
-    fewest = MANY_ROWS if num_tokens > MANY_TOKENS else 1
-    return [count for count in MIXED_ROWS if fewest <= count < most] + [most]
+    return [count for count in MIXED_ROWS if count < most] + [most]
 
 
 def _token_counts() -> Iterator[int]:
     yield from FEW_TOKENS
     size = FEW_TOKENS[-1]
     while True:
-        for step in range(1, STEPS_AN_OCTAVE + 1):
-            yield size + size * step // STEPS_AN_OCTAVE
+        step = max(size // STEPS_AN_OCTAVE, min(LEAST_STEP, size))
+        yield from range(size + step, 2 * size + 1, step)
         size *= 2

@@ -17,6 +17,7 @@ from gapless.config import EngineOptions
 from gapless.device.base import Device
 from gapless.device.cuda import replay_s
 from gapless.errors import ConfigError
+from gapless.kernels.ahead import hashed_meanwhile
 from gapless.kernels.cublas import product_shapes
 from gapless.models.config import ModelConfig
 from gapless.models.general_layers import GeneralLayers
@@ -71,7 +72,8 @@ class CudaKit:
         layers: Layers = GeneralLayers()
         if settings.slow_reason is None:
             layers = make_layers(weights["device"], settings.dtype, batch_invariant=settings.batch_invariant)
-        return load_model(source, settings.model, layers=layers, **weights)
+        with hashed_meanwhile():
+            return load_model(source, settings.model, layers=layers, **weights)
 
     def assemble(
         self,
