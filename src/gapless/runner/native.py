@@ -86,6 +86,7 @@ class NativeModel:
             raise CapacityError("no memory for the weights")
         weakref.finalize(self, self._library.gapless_drop_model, self.handle).atexit = False
         self._set_ends(table, read)
+        del table  # the largest weight: else a second copy of it would stay while the others are read
         for layer, spec in enumerate(config.layers):
             self._set_layer(layer, spec, LayerReader(config.names, layer, spec, read))
         positions, where = max_positions or config.max_position_embeddings, (torch.float32, torch.device("cpu"))
