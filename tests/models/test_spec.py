@@ -82,11 +82,17 @@ def test_what_layers_lack(config: ModelConfig, expected: set[Feature]) -> None:
 
 def test_what_fused_layers_lack() -> None:
     pytest.importorskip("triton")
+    from gapless.models.invariant_layers import InvariantLayers
     from gapless.models.skinny_layers import SkinnyLayers
 
     assert SkinnyLayers.why_not(PLAIN) is None
-    assert SkinnyLayers.why_not(of("norm", place="around")) == "its layers have no norms after attention and MLP"
-    assert SkinnyLayers.why_not(of("mlp", activation="gelu_tanh")) == "its layers have no activations other than SiLU"
+    assert SkinnyLayers.why_not(of("norm", kind="layer")) == "its layers have no layer norms"
+    for config, name in (
+        (of("norm", place="around"), "norms after attention and MLP"),
+        (of("mlp", activation="gelu_tanh"), "activations other than SiLU"),
+    ):
+        assert SkinnyLayers.why_not(config) is None
+        assert InvariantLayers.why_not(config) == f"its layers have no {name}"
     assert SkinnyLayers.why_not(replace(PLAIN, embedding_scale=2.0)) is None
 
 

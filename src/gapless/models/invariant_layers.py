@@ -21,8 +21,7 @@ from gapless.kernels.tilings import MAX_ROWS
 from gapless.models.config import ModelConfig
 from gapless.models.grouped_experts import GroupedExperts
 from gapless.models.layers import PLAIN, ExpertWeights, GatedWeights, Hidden, Norm
-from gapless.models.skinny_layers import SkinnyLayers
-from gapless.models.spec import MlpSpec
+from gapless.models.spec import INVARIANT_LAYERS, MlpSpec, lacking
 from gapless.models.weight import Weight
 
 
@@ -36,7 +35,8 @@ class InvariantLayers:
     @staticmethod
     def why_not(config: ModelConfig) -> str | None:
         """Why these parts do not make up the model, or None."""
-        return SkinnyLayers.why_not(config)
+        missing = lacking(config.features(), INVARIANT_LAYERS)
+        return None if missing is None else f"its layers have no {missing}"
 
     def embed(self, table: Weight, scale: float = 1.0) -> Callable[[Tensor], Hidden]:
         if scale != 1.0:

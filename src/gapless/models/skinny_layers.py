@@ -7,7 +7,6 @@ that product; what is left of the norm is a factor for each row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import triton
@@ -18,19 +17,12 @@ from gapless.kernels.cublas import add_library_product, adds_fast, library_produ
 from gapless.kernels.fused import rms_norm, silu_mul
 from gapless.kernels.products import Workspace, embed, product, tiling_for
 from gapless.kernels.tilings import MAX_ROWS
+from gapless.models.around_layers import Activated, BareProduct, NormedAdded, Product
 from gapless.models.config import ModelConfig
 from gapless.models.grouped_experts import GroupedExperts
 from gapless.models.layers import PLAIN, ExpertWeights, GatedWeights, Hidden, Norm
 from gapless.models.spec import FUSED_LAYERS, MlpSpec, lacking
 from gapless.models.weight import Weight
-
-
-class Product(Protocol):
-    """x [m, in], weight [out, in], bias [out] -> [m, out], in x's dtype unless a different one is given."""
-
-    def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor: ...
 
 
 class SkinnyLayers:
@@ -63,20 +55,30 @@ class SkinnyLayers:
         return lambda hidden: rms_norm(hidden.values, norm.weight, norm.eps, hidden.addend)
 
     def norm_linear(self, norm: Norm | None, weight: Weight, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
-        assert norm is not None
-        return SkinnyNormed(norm, weight.dense(), bias, self._workspace, self._plain, fused=self._fused)
+        return self._normed(norm, weight.dense(), bias)
 
     def norm_gated(self, norm: Norm | None, gate: GatedWeights) -> Callable[[Hidden], Tensor]:
-        assert norm is not None
         assert gate.gate is not None
         bias = None if gate.gate_bias is None or gate.up_bias is None else torch.cat((gate.gate_bias, gate.up_bias))
         both = torch.cat((gate.gate.dense(), gate.up.dense()))
+        if norm is None or gate.activation != "silu":
+            return Activated(self._normed(norm, both, bias), gate.activation)
         return SkinnyNormed(norm, both, bias, self._workspace, self._plain, fused=self._fused, gated=True)
+
+    def _normed(self, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
+        if norm is None:
+            bare = self._bare(weight, bias)
+            return lambda hidden: bare(hidden.values)
+        return SkinnyNormed(norm, weight, bias, self._workspace, self._plain, fused=self._fused)
+
+    def _bare(self, weight: Tensor, bias: Tensor | None) -> BareProduct:
+        return BareProduct(weight, bias, self._workspace, self._plain, fused=self._fused)
 
     def add_linear(
         self, weight: Weight, bias: Tensor | None, norm: Norm | None = None
     ) -> Callable[[Tensor, Hidden], Hidden]:
-        assert norm is None
+        if norm is not None:
+            return NormedAdded(self._bare(weight.dense(), bias), norm, self._workspace, fused=self._fused)
         return SkinnyAdded(weight.dense(), bias, self._workspace, self._plain, fused=self._fused)
 
     def experts(

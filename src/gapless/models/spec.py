@@ -44,9 +44,10 @@ KERNELS = frozenset(  # attention by our kernels for GPUs
 )
 INVARIANT_KERNELS = frozenset({Feature.SCALE})  # by our batch-invariant ones
 LIBRARY_KERNELS = frozenset({Feature.SCALE})  # by libraries, as we call them
-FUSED_LAYERS = frozenset(  # for GPUs
+INVARIANT_LAYERS = frozenset(  # for GPUs, batch-invariant
     {Feature.MIXED_ROPES, Feature.MIXED_SIZES, Feature.EMBEDDING_SCALE, Feature.LOGIT_CAP, Feature.EXPERTS}
 )
+FUSED_LAYERS = INVARIANT_LAYERS | {Feature.NORM_AFTER, Feature.ACTIVATION, Feature.HEAD_NORM}  # for GPUs
 GENERAL_LAYERS = frozenset(Feature)  # for GPUs, by torch
 NATIVE = frozenset(Feature) - {Feature.MIXED_SIZES}  # the CPU's step in C++
 

@@ -59,8 +59,8 @@ class CudaKit:
         reason = SkinnyLayers.why_not(model)
         if options.batch_invariant and (missing := InvariantAttention.why_not(model.attention_specs())):
             raise ConfigError(f"batch_invariant: {model.architecture} cannot run so: {missing}")
-        if options.batch_invariant and reason is not None:
-            raise ConfigError(f"batch_invariant: {model.architecture} needs other layers than the fused ones: {reason}")
+        if options.batch_invariant and (missing := InvariantLayers.why_not(model)):
+            raise ConfigError(f"batch_invariant: {model.architecture} needs other layers than these: {missing}")
         settings = Settings.of(
             options, model, "cuda", dtype=torch.bfloat16, kv_dtype=None, max_batch_tokens=8192, max_num_rows=256
         )
