@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from other_gluon import OTHERS, put_in_place
 
 from gapless.kernels import products
+from gapless.kernels.cluster import is_known
 from gapless.kernels.tilings import choose_tiling
 
 PRODUCTS = {  # columns, inner size, rows, gated, adds
@@ -32,15 +33,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from gapless.kernels.ring import ring_product
 values = json.loads(sys.argv[1])
+from gapless.kernels.cluster import copies
+num_ctas = values.pop("num_ctas")
 tile = [values["BLOCK_N"], values["BLOCK_K"]]
 layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)
+if num_ctas > 1:
+    tile = [values["BLOCK_K"] // 64, values["BLOCK_N"], 64]
+    layout = gl.NVMMASharedLayout(128, 16, rank=3, cga_layout=copies(3, num_ctas))
 types = dict.fromkeys(["x", "out"], "*bf16") | dict.fromkeys(["parts", "squares_in", "squares_out"], "*fp32")
 types |= {"weight": f"tensordesc<bf16{tile},{layout!r}>", "counters": "*i32"}
 types |= {"num_rows": "i32", "num_squares": "i32", "eps": "fp32"} | dict.fromkeys(values, "constexpr")
 names = ring_product.arg_names
 aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind[0] == "*"}
 source = GluonASTSource(ring_product, types, values, aligned)
-made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+options = {"num_warps": 4, "launch_pdl": True, "num_ctas": num_ctas}
+made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 print(json.dumps({"shared": made.metadata.shared, "ptx": made.asm["ptx"]}))
 """
 
@@ -49,7 +56,7 @@ print(json.dumps({"shared": made.metadata.shared, "ptx": made.asm["ptx"]}))
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_weights_and_nothing_else_are_under_way_before_the_wait(name: str, order_free: bool) -> None:
     columns, inner, num_rows, gated, adds = PRODUCTS[name]
-    tiling = choose_tiling(num_rows, columns, inner, gated=gated, adds=adds, ring=True)
+    tiling = choose_tiling(num_rows, columns, inner, gated=gated, adds=adds, ring=True, clusters=is_known())
     assert tiling is not None
     assert tiling.kernel == "ring"
     values = {
@@ -57,6 +64,7 @@ def test_weights_and_nothing_else_are_under_way_before_the_wait(name: str, order
         "NUM_STAGES": tiling.num_stages, "ROW_STAGES": tiling.row_stages or tiling.num_stages,
         "SPLITS": tiling.splits, "NORM": not adds, "GATED": gated, "ADD": adds,
         "MAX_SQUARES": 32, "SQUARES_STRIDE": 256, "TRIGGER": tiling.triggers, "ORDER_FREE": order_free,
+        "num_ctas": tiling.splits if tiling.cluster else 1,
     }  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     ran = subprocess.run(
@@ -76,6 +84,7 @@ def test_weights_and_nothing_else_are_under_way_before_the_wait(name: str, order
         [1, 0] if tiling.triggers == "at once" else [0, 1]
     )
     assert made["shared"] <= 227 * 1024
+    assert ("st.shared::cluster" in after) == tiling.cluster == (is_known() and tiling.splits > 1)
 
 
 @pytest.mark.parametrize(("generation", "expected"), [(0, False), (8, False), (9, True), (10, False)])

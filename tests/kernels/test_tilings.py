@@ -182,3 +182,15 @@ def test_many_rows_of_a_large_model_take_the_library() -> None:
 def test_shapes_that_do_not_divide_have_no_tiling(num_rows: int) -> None:
     assert choose_tiling(num_rows, 100, 128, adds=True) is None
     assert choose_tiling(num_rows, 64, 100, adds=True) is None
+
+
+@pytest.mark.parametrize(("columns", "inner", "splits"), [(1024, 2048, 4), (4096, 4096, 2)], ids=["0.6B", "8B"])
+def test_parts_of_out_are_joined_in_clusters_above_16_rows(columns: int, inner: int, splits: int) -> None:
+    for num_rows in (1, 16, 17, 32, 33):
+        tiling = choose_tiling(num_rows, columns, inner, adds=True, ring=True, clusters=True)
+        assert tiling is not None
+        assert tiling.cluster == (16 < num_rows <= 32)
+        if tiling.cluster:
+            assert tiling.splits == splits
+            assert tiling.divides(columns, inner)
+            assert columns // tiling.block_n * splits <= 2 * NUM_CORES, "programs of a cluster run at the same time"

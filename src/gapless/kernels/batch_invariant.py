@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gapless.kernels.launch import launch_dependents_and_wait, pdl, shared_memory_bytes
-from gapless.kernels.products import SPARE_BYTES, has_ring
+from gapless.kernels.products import SPARE_BYTES, has_clusters, has_ring
 from gapless.kernels.tilings import LONG, NUM_CORES, Tiling, choose_tiling
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 64  # of the plain product
@@ -49,7 +49,8 @@ def num_parts(columns: int, inner: int, *, adds: bool) -> int:
 def tiling_of_few(num_rows: int, columns: int, inner: int, *, gated: bool = False, adds: bool = False) -> Tiling | None:
     """How a fused kernel takes these few rows; None: it cannot, for any number of rows."""
     parts = num_parts(columns, inner, adds=adds)
-    found = choose_tiling(max(num_rows, 2), columns, inner, gated=gated, adds=adds, ring=has_ring())
+    clusters = has_clusters() and inner < LONG  # of large models the cut that suits them is a different one
+    found = choose_tiling(max(num_rows, 2), columns, inner, gated=gated, adds=adds, ring=has_ring(), clusters=clusters)
     block_m = max(16, 1 << (num_rows - 1).bit_length())
     for tiling in (found, Tiling(block_m, 32, 64, num_stages=5)):
         if tiling is not None:

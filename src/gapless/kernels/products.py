@@ -48,9 +48,15 @@ def has_ring() -> bool:
     return generation() == HOPPER and gluon_kernels("ring") is not None
 
 
+@cache
+def has_clusters() -> bool:
+    """Whether programs of the ring may be joined in clusters: where Gluon's clusters are those of Triton 3.6."""
+    return has_ring() and bool(gluon_kernels("cluster").is_known())
+
+
 def tiling_for(num_rows: int, columns: int, inner: int, *, gated: bool = False, adds: bool = False) -> Tiling | None:
     """How this GPU is to take a product; None: cuBLAS is to take it."""
-    return choose_tiling(num_rows, columns, inner, gated=gated, adds=adds, ring=has_ring())
+    return choose_tiling(num_rows, columns, inner, gated=gated, adds=adds, ring=has_ring(), clusters=has_clusters())
 
 
 def product(
@@ -116,11 +122,12 @@ def _launch_ring(
 ) -> None:
     from gapless.kernels import ring  # on Hopper alone
 
-    tiles = ring.in_tiles(weight, tiling.block_n, tiling.block_k)
-    grid = (out.shape[1] // tiling.block_n, tiling.splits)
+    num_ctas = tiling.splits if tiling.cluster else 1
+    tiles = ring.in_tiles(weight, tiling.block_n, tiling.block_k, num_ctas)
+    grid = (out.shape[1] // tiling.block_n, tiling.splits // num_ctas)
     ring.ring_product[grid](
         x, tiles, out, *scratch, NUM_STAGES=tiling.num_stages, ROW_STAGES=tiling.row_stages or tiling.num_stages,
-        **shape, launch_pdl=True,
+        num_ctas=num_ctas, **shape, launch_pdl=True,
     )  # fmt: skip
 
 

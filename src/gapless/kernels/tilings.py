@@ -38,6 +38,7 @@ class Tiling:
     prefetch_bytes: int = 0  # of its weights, that a program prefetches before it waits
     triggers: Trigger = "read"
     kernel: Literal["tiles", "vector", "ring"] = "tiles"
+    cluster: bool = False  # of a ring: its parts are joined in shared memory (kernels/cluster)
 
     def stages_within(self, shared_bytes: int, *, gated: bool) -> int:
         """As many stages as it wants and as fit: each has a tile of rows, and one or two of weights."""
@@ -50,15 +51,25 @@ class Tiling:
 
 @lru_cache(maxsize=4096)  # a step without a graph asks for every product of every layer
 def choose_tiling(
-    num_rows: int, columns: int, inner: int, *, gated: bool = False, adds: bool = False, ring: bool = False
+    num_rows: int,
+    columns: int,
+    inner: int,
+    *,
+    gated: bool = False,
+    adds: bool = False,
+    ring: bool = False,
+    clusters: bool = False,
 ) -> Tiling | None:
     """How to cut a product of rows with a weight [columns, inner] (gated: two of them); None: cuBLAS is to take it.
 
     adds: the result is added to a residual. ring: the kernel with a ring of weights can run.
+    clusters: its programs can be joined in clusters.
     """
     tiling = _one_row(columns, inner, gated=gated) if num_rows == 1 else None
     if tiling is None and ring and num_rows <= 32:
         tiling = _in_ring(num_rows, columns, inner, gated=gated, adds=adds)
+        if tiling is not None and clusters and num_rows > 16 and tiling.splits > 1:
+            tiling = _in_clusters(tiling, inner)
     if tiling is None:
         choose = _few_rows if num_rows <= 64 else _many_rows
         tiling = choose(num_rows, columns, inner, gated=gated, adds=adds)
@@ -85,6 +96,13 @@ def _in_ring(num_rows: int, columns: int, inner: int, *, gated: bool, adds: bool
     if tiling is None or not tiling.divides(columns, inner):
         return None
     return replace(tiling, kernel="ring")
+
+
+def _in_clusters(tiling: Tiling, inner: int) -> Tiling:
+    """Of a large model, in parts of half the inner dimension and narrow tiles: all programs run at once, two a core."""
+    if inner >= LONG:
+        tiling = replace(tiling, block_n=32, splits=2, num_stages=6)
+    return replace(tiling, cluster=True)
 
 
 def _in_ring_large(block_m: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling | None:
