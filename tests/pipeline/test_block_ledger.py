@@ -74,7 +74,7 @@ def test_a_prefix_with_other_tokens_is_a_conflict() -> None:
     bench.add("a", [1, 2, 3, 4, 5])
     bench.step()
     index = bench.scheduler.pool.index
-    index.match = lambda tokens, count: [Entry(ROOT, b"", [int(bench.scheduler.rows.blocks[0, 0, 0])])]  # type: ignore[method-assign]
+    index.match = lambda tokens, count: [Entry((ROOT, b""), [int(bench.scheduler.rows.blocks[0, 0, 0])])]  # type: ignore[method-assign]
     bench.add("b", [8, 8, 8])
     plan = bench.plan()
     with pytest.raises(RaceError, match=r"step 2 reads position 0 of request 'b' .* step 1 wrote position 0 of 'a'"):

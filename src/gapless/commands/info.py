@@ -6,6 +6,7 @@ import platform
 
 from gapless import __version__
 from gapless.config import EngineOptions
+from gapless.core.limits import Limits, most_tokens
 from gapless.models.source import resolve as resolve_source
 from gapless.pipeline.engine import Resolved, resolve
 from gapless.report import readable_bytes
@@ -47,7 +48,7 @@ def info(options: EngineOptions) -> int:
         **({"attention": _attention(resolved)} if resolved.attention else {}),
         "depth": str(options.depth),
         "KV cache": f"{readable_bytes(resolved.kv_bytes)}: {limits.num_blocks} blocks of {limits.block_size} tokens, "
-        f"{limits.num_blocks * limits.block_size} tokens in all",
+        + _kv_room(limits),
         "limits": f"{limits.num_rows} rows, {limits.max_batch_tokens} tokens a step, "
         f"{limits.max_model_len} tokens a request",
         "prefix cache": "on" if limits.prefix_cache else "off",
@@ -55,3 +56,11 @@ def info(options: EngineOptions) -> int:
     for name, text in rows.items():
         print(f"{name:13} {text}")
     return 0
+
+
+def _kv_room(limits: Limits) -> str:
+    """How much the blocks hold, in words."""
+    if limits.windows == (None,):
+        return f"{limits.num_blocks * limits.block_size} tokens in all"
+    groups = f"{limits.num_groups} groups of layers" if limits.num_groups > 1 else "layers that keep their window"
+    return f"for {groups}; a request has {most_tokens(limits)} at most"

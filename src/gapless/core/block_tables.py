@@ -67,11 +67,12 @@ class BlockTables:
         `make_room` is called when too few blocks are free, and says whether it freed any.
         """
         first = int(self._rows.num_blocks[row])
-        num_missing = -(-length // self._size) - first
+        missing = (-(-length // self._size) - first) * self._num_groups
         blocks: list[int] = []
-        while len(blocks) < num_missing * self._num_groups:
-            if self._pool.num_available >= self._num_groups:
-                blocks += self._allocate(self._num_groups)
+        while len(blocks) < missing:
+            available = self._pool.num_available // self._num_groups * self._num_groups
+            if available > 0:
+                blocks += self._allocate(min(available, missing - len(blocks)))
             elif not make_room():
                 break
         count = first + len(blocks) // self._num_groups

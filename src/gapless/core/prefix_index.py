@@ -21,18 +21,19 @@ if TYPE_CHECKING:
 NO_BLOCK = -1
 
 
+Key = tuple["Entry | None", bytes]  # the entry before, and the tokens of a block
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
     """A full block's tokens after all tokens before them, and the blocks that hold their keys and values."""
 
-    parent: Entry | None
-    tokens: bytes
+    key: Key
     blocks: list[int]  # of each group; NO_BLOCK where none is known
     num_children: int = 0
 
 
-Key = tuple[Entry | None, bytes]
-ROOT = Entry(None, b"", [])
+ROOT = Entry((None, b""), [])
 
 
 class PrefixIndex:
@@ -98,27 +99,35 @@ class PrefixIndex:
             key = (entry, content[number * size : (number + 1) * size])
             below = self._entries.get(key)
             if below is None:
-                below = self._entries[key] = Entry(*key, [NO_BLOCK] * len(new))
+                below = self._entries[key] = Entry(key, list(new))
                 entry.num_children += 1
+                for block in new:
+                    self._entry_of[block] = below
+            elif NO_BLOCK in below.blocks:
+                self._fill_up(below, new)
             entry = below
-            for group, block in enumerate(new):
-                if entry.blocks[group] == NO_BLOCK:
-                    entry.blocks[group] = block
-                    self._entry_of[block] = entry
         return entry
+
+    def _fill_up(self, entry: Entry, blocks: Sequence[int]) -> None:
+        """Give the entry the blocks that it lacks."""
+        for group, block in enumerate(blocks):
+            if entry.blocks[group] == NO_BLOCK:
+                entry.blocks[group] = block
+                self._entry_of[block] = entry
 
     def forget(self, block: int) -> None:
         """The block's content is about to change."""
         entry = self._entry_of.pop(block)
-        entry.blocks[entry.blocks.index(block)] = NO_BLOCK
-        while entry.num_children == 0 and entry.blocks.count(NO_BLOCK) == len(entry.blocks):
-            key = (entry.parent, entry.tokens)
-            if self._entries.get(key) is not entry:  # it is gone already, and a row's blocks hung below it
+        blocks = entry.blocks
+        blocks[blocks.index(block)] = NO_BLOCK
+        while entry.num_children == 0 and blocks.count(NO_BLOCK) == len(blocks):
+            if self._entries.get(entry.key) is not entry:  # it is gone already, and a row's blocks hung below it
                 break
-            del self._entries[key]
-            assert entry.parent is not None
-            entry = entry.parent
-            entry.num_children -= 1
+            del self._entries[entry.key]
+            parent = entry.key[0]
+            assert parent is not None
+            parent.num_children -= 1
+            entry, blocks = parent, parent.blocks
 
     def clear(self) -> None:
         self._entries.clear()
