@@ -42,7 +42,17 @@ SAMPLING_HELP = {
     "best_of": "generate this many, and return the n with the highest mean log-probability",
 }
 
-CHECK_OPTIONS = ("model", "device", "dtype", "load_format", "num_threads", "native", "batch_invariant", "seed")
+CHECK_OPTIONS = (
+    "model",
+    "device",
+    "dtype",
+    "load_format",
+    "quantization",
+    "num_threads",
+    "native",
+    "batch_invariant",
+    "seed",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

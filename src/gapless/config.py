@@ -60,6 +60,9 @@ class EngineOptions:
     )
     seed: int = _option(0, "seed from which requests without a seed get theirs")
     load_format: Literal["auto", "dummy"] = _option("auto", "auto, or dummy: random weights from a config.json")
+    quantization: Literal["auto", "none", "fp8"] = _option(
+        "auto", "auto: weights as the checkpoint stores them; fp8: 8 bits for the matrices of layers; none: made whole"
+    )
     prefix_cache: bool = _option(True, "reuse the KV cache of common prompt prefixes")
     batch_invariant: bool = _option(False, "same bits for a request in any batch (slower on a GPU)")
     attention: str = _option("auto", "on a GPU: auto (the fastest installed), triton, flash3 or flashinfer")
@@ -76,6 +79,7 @@ class EngineOptions:
         _choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         _choice("attention", self.attention, ("auto", "triton", "flash3", "flashinfer"))
         _choice("load_format", self.load_format, ("auto", "dummy"))
+        _choice("quantization", self.quantization, ("auto", "none", "fp8"))
         if self.depth != "auto":
             _integer("depth", self.depth, 1, MAX_DEPTH)
         _integer("block_size", self.block_size, 1, 1024)

@@ -30,6 +30,20 @@ def add_library_product(x: Tensor, weight: Tensor, residual: Tensor) -> None:
     torch.addmm(residual, x, weight.t(), out=residual)
 
 
+def narrow_product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [m, in] FP8 with scales [m, 1] times weight [out, in] FP8 with scales [1, out], plus bias, in bfloat16."""
+    _remember(x, weight)
+    found: Tensor = torch._scaled_mm(
+        x, weight.t(), x_scales, scales, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return found
+
+
+def takes_narrow(columns: int, inner: int) -> bool:
+    """Whether the library takes an FP8 weight of this shape: its rows and columns begin at multiples of 16 bytes."""
+    return columns % 16 == 0 and inner % 16 == 0
+
+
 def adds_fast(num_rows: int, columns: int) -> bool:
     """Whether a residual that the library adds costs less than the next norm's pass over both. Measured on an H200.
 

@@ -28,6 +28,12 @@ def generation() -> int:
 
 
 @cache
+def has_fp8() -> bool:
+    """Whether the GPU multiplies numbers of 8 bits: from Ada on."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+@cache
 def pdl() -> dict[str, Any]:
     """Launch arguments of a kernel that has the two calls: PDL is on from Hopper on."""
     return {"PDL": True, "launch_pdl": True} if generation() >= HOPPER else {"PDL": False}

@@ -45,7 +45,7 @@ def embed(ids: torch.Tensor, table: torch.Tensor, workspace: Workspace) -> torch
 @cache
 def has_ring() -> bool:
     """Whether the kernel in Gluon runs here: on Hopper, with a Triton whose Gluon it knows."""
-    return generation() == HOPPER and gluon_kernels("ring") is not None
+    return generation() == HOPPER and all(gluon_kernels(name) is not None for name in ("ring", "narrow_ring"))
 
 
 @cache
@@ -54,9 +54,13 @@ def has_clusters() -> bool:
     return has_ring() and bool(gluon_kernels("cluster").is_known())
 
 
-def tiling_for(num_rows: int, columns: int, inner: int, *, gated: bool = False, adds: bool = False) -> Tiling | None:
-    """How this GPU is to take a product; None: cuBLAS is to take it."""
-    return choose_tiling(num_rows, columns, inner, gated=gated, adds=adds, ring=has_ring(), clusters=has_clusters())
+def tiling_for(
+    num_rows: int, columns: int, inner: int, *, gated: bool = False, adds: bool = False, narrow: bool = False
+) -> Tiling | None:
+    """How this GPU is to take a product, narrow: with weights of 8 bits; None: cuBLAS is to take it."""
+    return choose_tiling(
+        num_rows, columns, inner, gated=gated, adds=adds, ring=has_ring(), clusters=has_clusters(), narrow=narrow
+    )
 
 
 def product(
@@ -71,8 +75,11 @@ def product(
     add_to: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     order_free: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [m, K] times weight [N, K] (gated: [2 * N, K]), in x's dtype unless a different one is given.
+
+    With `scales` [1, len(weight)], or [K / 128, len(weight)], the weight is of 8 bits, and these are its columns'.
 
     With `num_squares`, rows of x are first normalized by the sums of squares in the workspace; with `add_to`, the
     result is added to it in place, and its sums of squares are left in the workspace, one for each tile of columns.
@@ -89,10 +96,14 @@ def product(
         "N": columns, "K": inner, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k,
         "NORM": num_squares > 0, "GATED": gated, "ADD": add_to is not None,
         "MAX_SQUARES": triton.next_power_of_2(max(num_squares, 1)), "SQUARES_STRIDE": MAX_ROWS,
+        "SCALES": "none" if scales is None else "columns" if len(scales) == 1 else "blocks",
         "num_warps": tiling.num_warps,
     }  # fmt: skip
+    factors = squares if scales is None else scales
     if tiling.kernel == "vector":
-        skinny.vector_product[(num_tiles,)](x, weight, out, squares, squares, num_squares, eps, **shape, **pdl())
+        skinny.vector_product[(num_tiles,)](
+            x, weight, out, squares, squares, num_squares, eps, factors, **shape, **pdl()
+        )  # fmt: skip
         return out
     if tiling.splits > 1:
         assert not gated  # parts of `up` are not added up
@@ -100,14 +111,14 @@ def product(
         assert tiling.splits * columns * row_tiles * tiling.block_m <= PARTS
     shape |= {"BLOCK_M": tiling.block_m, "SPLITS": tiling.splits, "TRIGGER": tiling.triggers}
     shape |= {"ORDER_FREE": order_free}
-    scratch = (workspace.parts, workspace.counters, squares, squares, num_rows, num_squares, eps)
+    scratch = (workspace.parts, workspace.counters, squares, squares, num_rows, num_squares, eps, factors)
     if tiling.kernel == "ring":
         assert row_tiles == 1
         _launch_ring(x, weight, out, scratch, tiling, shape)
         return out
     skinny.product[(num_tiles, tiling.splits, row_tiles)](
         x, weight, out, *scratch, PREFETCH_BYTES=tiling.prefetch_bytes, PREFETCHES=PREFETCHES,
-        num_stages=_num_stages(tiling, gated=gated), **shape, **pdl(),
+        num_stages=_num_stages(tiling, weight, gated=gated), **shape, **pdl(),
     )  # fmt: skip
     return out
 
@@ -120,18 +131,29 @@ def _launch_ring(
     tiling: Tiling,
     shape: dict[str, Any],
 ) -> None:
-    from gapless.kernels import ring  # on Hopper alone
+    from gapless.kernels import narrow_ring, ring  # on Hopper alone
 
+    if shape["SCALES"] != "none":
+        del shape["ORDER_FREE"]
+        tiles = ring.in_tiles(weight, tiling.block_n, tiling.block_k)
+        narrow = narrow_ring.narrow_product[(out.shape[1] // tiling.block_n, tiling.splits)]
+        narrow(x, tiles, out, *scratch, NUM_STAGES=tiling.num_stages, **shape, launch_pdl=True)
+        return
+    del shape["SCALES"]
     num_ctas = tiling.splits if tiling.cluster else 1
     tiles = ring.in_tiles(weight, tiling.block_n, tiling.block_k, num_ctas)
     grid = (out.shape[1] // tiling.block_n, tiling.splits // num_ctas)
     ring.ring_product[grid](
-        x, tiles, out, *scratch, NUM_STAGES=tiling.num_stages, ROW_STAGES=tiling.row_stages or tiling.num_stages,
+        x, tiles, out, *scratch[:-1], NUM_STAGES=tiling.num_stages, ROW_STAGES=tiling.row_stages or tiling.num_stages,
         num_ctas=num_ctas, **shape, launch_pdl=True,
     )  # fmt: skip
 
 
-def _num_stages(tiling: Tiling, *, gated: bool) -> int:
+def _num_stages(tiling: Tiling, weight: torch.Tensor, *, gated: bool) -> int:
     """The tiling's, or what this GPU has room for: many have less shared memory than the one it was measured on."""
     limit = shared_memory_bytes()
-    return tiling.num_stages if limit is None else tiling.stages_within(limit - SPARE_BYTES, gated=gated)
+    return (
+        tiling.num_stages
+        if limit is None
+        else tiling.stages_within(limit - SPARE_BYTES, gated=gated, number_bytes=min(weight.itemsize, 2))
+    )

@@ -24,7 +24,7 @@ _view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_m
 _copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 SUM_BITS, LEAST_EXPONENT = gl.constexpr(order_free.SUM_BITS.value), gl.constexpr(order_free.LEAST_EXPONENT.value)
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 STEP = gl.constexpr(64)  # of the inner dimension, that the matrix units take at a time
 SWIZZLE_BYTES = 128  # a row of a step: with less, the copy engine would cut it, and lay the pieces out otherwise
 

@@ -50,15 +50,16 @@ def _join(
 
 @triton.jit(do_not_specialize_on_alignment=["num_rows"])  # else a rare number of rows is compiled in the middle of work
 def product(
-    x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps,
+    x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps, scales,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, MAX_SQUARES: tl.constexpr,
     SQUARES_STRIDE: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PREFETCHES: tl.constexpr, TRIGGER: tl.constexpr,
-    ORDER_FREE: tl.constexpr, PDL: tl.constexpr,
+    ORDER_FREE: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of columns and rows, over one part of the inner dimension.
 
     GATED: the weight has gate rows, then up rows.
+    SCALES: "none", or for weights of 8 bits "columns": scales [N], or "blocks": scales [K / BLOCK_K, N]; gated 2 * N.
     ORDER_FREE: sums of squares do not depend on the tile (kernels/order_free).
     TRIGGER: when the next kernel may be launched, see `tilings.Trigger`.
     """
@@ -90,9 +91,17 @@ def product(
     weight_at = weight + column[:, None].to(tl.int64) * K + inner[None, :]
     for start in range(0, part_size, BLOCK_K):
         a = tl.load(x_at + start, mask=mask, other=0.0)
-        acc = tl.dot(a, tl.trans(tl.load(weight_at + start)), acc)
-        if GATED:
-            acc_up = tl.dot(a, tl.trans(tl.load(weight_at + N * K + start)), acc_up)
+        if SCALES == "blocks":
+            scales_at = scales + (split * part_size + start) // BLOCK_K * (N * (2 if GATED else 1)) + column
+            part = tl.dot(a, tl.trans(tl.load(weight_at + start)).to(a.dtype))
+            acc += part * tl.load(scales_at)[None, :]
+            if GATED:
+                part = tl.dot(a, tl.trans(tl.load(weight_at + N * K + start)).to(a.dtype))
+                acc_up += part * tl.load(scales_at + N)[None, :]
+        else:
+            acc = tl.dot(a, tl.trans(tl.load(weight_at + start)).to(a.dtype), acc)
+            if GATED:
+                acc_up = tl.dot(a, tl.trans(tl.load(weight_at + N * K + start)).to(a.dtype), acc_up)
     if PDL and TRIGGER == "read":
         tl.extra.cuda.gdc_launch_dependents()  # the next kernel may be launched, and waits
 
@@ -100,6 +109,10 @@ def product(
     if SPLITS > 1:
         is_last, acc = _join(acc, parts, counters, tile, split, BLOCK_M, BLOCK_N, SPLITS)
     if is_last:
+        if SCALES == "columns":
+            acc = acc * tl.load(scales + column)[None, :]
+            if GATED:
+                acc_up = acc_up * tl.load(scales + N + column)[None, :]
         if NORM:
             scale = tl.rsqrt(any_sum(sums, 0, ORDER_FREE) / K + eps)[:, None]
             acc = acc * scale
@@ -119,12 +132,15 @@ def product(
 
 @triton.jit
 def vector_product(
-    x, weight, out, squares_in, squares_out, num_squares, eps,
+    x, weight, out, squares_in, squares_out, num_squares, eps, scales,
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, MAX_SQUARES: tl.constexpr,
-    SQUARES_STRIDE: tl.constexpr, PDL: tl.constexpr,
+    SQUARES_STRIDE: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of columns for one row; the tile's weights are loaded before the row is waited for."""
+    """One tile of columns for one row; the tile's weights are loaded before the row is waited for.
+
+    SCALES: as of `product`, without blocks.
+    """
     tile = tl.program_id(0)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
@@ -154,6 +170,10 @@ def vector_product(
             acc_up += up_tiles[i].to(tl.float32) * piece
     value = tl.sum(acc, axis=1)
     up = tl.sum(acc_up, axis=1)
+    if SCALES == "columns":
+        value = value * tl.load(scales + column)
+        if GATED:
+            up = up * tl.load(scales + N + column)
     if NORM:
         scale = tl.rsqrt(tl.sum(sums, axis=0) / K + eps)
         value = value * scale

@@ -11,6 +11,8 @@ from functools import lru_cache
 from typing import Literal
 
 MAX_ROWS = 256  # more are cuBLAS's
+NARROW_ROWS = 32  # of weights of 8 bits: more are cuBLAS's, with rows of 8 bits too
+NARROW_PROGRAMS = 192  # fewer, and the inner dimension is split
 NUM_CORES = 132
 SHARED_MEMORY_BYTES = 200_000  # that a program's stages may take there
 HEAD_COLUMNS = 65536  # a product with more than this is a vocabulary's
@@ -40,9 +42,9 @@ class Tiling:
     kernel: Literal["tiles", "vector", "ring"] = "tiles"
     cluster: bool = False  # of a ring: its parts are joined in shared memory (kernels/cluster)
 
-    def stages_within(self, shared_bytes: int, *, gated: bool) -> int:
+    def stages_within(self, shared_bytes: int, *, gated: bool, number_bytes: int = 2) -> int:
         """As many stages as it wants and as fit: each has a tile of rows, and one or two of weights."""
-        stage_bytes = 2 * self.block_k * (self.block_m + self.block_n * (2 if gated else 1))
+        stage_bytes = self.block_k * (2 * self.block_m + number_bytes * self.block_n * (2 if gated else 1))
         return max(1, min(self.num_stages, shared_bytes // stage_bytes))
 
     def divides(self, columns: int, inner: int) -> bool:
@@ -59,12 +61,15 @@ def choose_tiling(
     adds: bool = False,
     ring: bool = False,
     clusters: bool = False,
+    narrow: bool = False,
 ) -> Tiling | None:
     """How to cut a product of rows with a weight [columns, inner] (gated: two of them); None: cuBLAS is to take it.
 
     adds: the result is added to a residual. ring: the kernel with a ring of weights can run.
-    clusters: its programs can be joined in clusters.
+    clusters: its programs can be joined in clusters. narrow: weights of 8 bits.
     """
+    if narrow:
+        return _narrow(num_rows, columns, inner, gated=gated, adds=adds, ring=ring)
     tiling = _one_row(columns, inner, gated=gated) if num_rows == 1 else None
     if tiling is None and ring and num_rows <= 32:
         tiling = _in_ring(num_rows, columns, inner, gated=gated, adds=adds)
@@ -135,6 +140,19 @@ def _in_ring_small(block_m: int, columns: int, inner: int, *, gated: bool, adds:
         return None
     tiling = Tiling(block_m, 32, 256, num_stages=2, triggers="at once")
     return _split(tiling, columns, inner, num_programs=128)
+
+
+def _narrow(num_rows: int, columns: int, inner: int, *, gated: bool, adds: bool, ring: bool) -> Tiling | None:
+    """Of weights of 8 bits."""
+    if num_rows > NARROW_ROWS:
+        return None
+    block_m = max(8 if ring else 16, 1 << (num_rows - 1).bit_length())
+    tiling = Tiling(block_m, 64, 256 if ring else 128, num_stages=3 if ring else 4, kernel="ring" if ring else "tiles")
+    if gated:
+        tiling = replace(tiling, num_stages=3 if block_m == 8 else 2)
+    else:
+        tiling = _split(tiling, columns, inner, num_programs=NARROW_PROGRAMS)
+    return tiling if tiling.divides(columns, inner) else None
 
 
 def _few_rows(num_rows: int, columns: int, inner: int, *, gated: bool, adds: bool) -> Tiling:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gapless.errors import CorruptModel, UnsupportedModel
 from gapless.models.names import HF_NAMES, WeightNames
+from gapless.models.quantized import Fp8Format
 from gapless.models.rope_config import RopeConfig
 from gapless.models.spec import AttentionSpec, Feature, LayerSpec, NormSpec, layer_features
 
@@ -33,6 +34,7 @@ class ModelConfig:
     logit_scale: float = 1.0  # part of the last norm's weights as they are computed with
     logit_soft_cap: float | None = None  # logits become cap * tanh(logit / cap)
     kinds: tuple[str, ...] = ()  # how a GGUF stores its matrices, such as Q8_0; that of most numbers first
+    fp8: Fp8Format | None = None  # the scales of FP8 weights; None: the checkpoint has no such weights
 
     def __post_init__(self) -> None:
         if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.attention_specs()}) > 1:

@@ -12,6 +12,7 @@ from gapless.models.config import ModelConfig, check_num_layers, repeated
 from gapless.models.files import shown
 from gapless.models.keys import Keys
 from gapless.models.names import GGUF_NAMES, WeightNames
+from gapless.models.quantized import read_quantization
 from gapless.models.rope_config import hf_rope
 from gapless.models.spec import Activation, AttentionSpec, ExpertSpec, LayerSpec, MlpSpec, NormSpec
 
@@ -55,7 +56,6 @@ def hf_model(
 
     The last norm is like that of the layers, unless it is one of them. allowed: a quantization that weights may have.
     """
-    refuse_quantized(keys, allowed)
     if isinstance(layers, LayerSpec):
         layers = repeated(layers, keys.size("num_hidden_layers"))
     fields: dict[str, Any] = {
@@ -66,6 +66,7 @@ def hf_model(
         "last_norm": replace(layers[0].norm, place="before"),
         "max_position_embeddings": keys.size("max_position_embeddings"),
         "tie_embeddings": keys.flag("tie_word_embeddings"),
+        "fp8": read_quantization(keys, allowed),
     }
     return ModelConfig(**fields | more)
 
@@ -164,12 +165,3 @@ def _hf_layer_types(keys: Keys) -> list[str]:
 def all_but(step: int) -> Callable[[int], bool]:
     """Local layers, where every layer whose number is a multiple of the step sees the whole context, counted from 1."""
     return lambda index: (index + 1) % step != 0
-
-
-def refuse_quantized(keys: Keys, allowed: str = "") -> None:
-    quantization = keys.mapping("quantization_config")
-    method = quantization.get("quant_method", "unknown")
-    if quantization and method != allowed:
-        raise UnsupportedModel(
-            f"quantization_config ({shown(method)}) is not supported; use the unquantized model or a GGUF"
-        )

@@ -6,7 +6,7 @@ Owns the order of loading. Knows no file format (`weights`), no family (`registr
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from math import prod
 from typing import Literal
@@ -14,10 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gapless.errors import ConfigError, CorruptModel
+from gapless.errors import ConfigError, CorruptModel, UnsupportedModel
 from gapless.models.config import ModelConfig
 from gapless.models.decoder import CausalLM
 from gapless.models.files import read_object
+from gapless.models.fp8 import Fp8Scheme, MakeLinear, dequantize
+from gapless.models.fp8_weights import STORED, Fp8Weights, are_numbers
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.gguf_scheme import KINDS
 from gapless.models.layers import PLAIN, Layers
@@ -25,7 +27,7 @@ from gapless.models.linear import plain
 from gapless.models.mxfp4 import BLOCKS, Mxfp4Weights
 from gapless.models.reader import ReadWeight
 from gapless.models.registry import gguf_config, hf_config
-from gapless.models.shapes import weight_shapes
+from gapless.models.shapes import layer_matrices, weight_shapes
 from gapless.models.source import ModelSource
 from gapless.models.spec import Feature
 from gapless.models.weight import Weight
@@ -34,6 +36,7 @@ from gapless.models.weights import DummyWeights, GGUFWeights, SafetensorsWeights
 logger = logging.getLogger(__name__)
 
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["auto", "none", "fp8"]  # as stored; made whole; FP8 also where the checkpoint is not
 LoadProgress = Callable[[int, int], None]  # tensors read so far, of how many
 _MAX_NAMED = 5
 _CHECKED_AT_ONCE = 2**24
@@ -65,12 +68,25 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     max_positions: int | None = None,
+    quantization: Quantization = "auto",
+    fp8_linear: MakeLinear | None = None,
     layers: Layers = PLAIN,
     progress: LoadProgress | None = None,
 ) -> CausalLM:
-    """Reads weights one at a time onto the device; `seed` counts for dummy weights, which need no weight files."""
+    """Reads weights one at a time onto the device; `seed` counts for dummy weights, which need no weight files.
+
+    fp8_linear: products with FP8 weights on this device; None: they are made whole.
+    """
     read = open_weights(
-        source, config, dtype=dtype, device=device, load_format=load_format, seed=seed, progress=progress
+        source,
+        config,
+        dtype=dtype,
+        device=device,
+        load_format=load_format,
+        seed=seed,
+        quantization=quantization,
+        fp8_linear=fp8_linear,
+        progress=progress,
     )
     with torch.inference_mode():
         return CausalLM(config, read, max_positions, layers=layers)
@@ -84,6 +100,8 @@ def open_weights(
     device: torch.device,
     load_format: LoadFormat = "auto",
     seed: int = 0,
+    quantization: Quantization = "auto",
+    fp8_linear: MakeLinear | None = None,
     progress: LoadProgress | None = None,
     stored: bool = False,
 ) -> ReadWeight:
@@ -92,10 +110,16 @@ def open_weights(
     stored: matrices of a GGUF come as they are stored, if `why_not_stored` has no reason against it.
     """
     expected = weight_shapes(config)
-    weights = _open_source(source, expected, dtype, device, load_format, seed)
+    weights = _open_source(source, config, expected, dtype, device, load_format, seed)
     _check_shapes(weights, expected, source)
     kept = weights if stored and isinstance(weights, GGUFWeights) else None
-    return _Reader(weights, len(expected), dtype, device, progress, checks=load_format != "dummy", stored=kept)
+    scheme = None if quantization == "none" else Fp8Scheme(dtype, fp8_linear)
+    is_chosen = quantization == "fp8" or (load_format == "dummy" and config.fp8 is not None)
+    chosen = layer_matrices(config) if is_chosen else frozenset()
+    checks = load_format != "dummy"
+    reader = _Reader(weights, len(expected), dtype, device, progress, checks=checks, stored=kept)
+    reader.narrow(scheme, chosen)
+    return reader
 
 
 def why_not_stored(config: ModelConfig) -> str | None:
@@ -122,6 +146,7 @@ def _kinds(file: GGUFFile, config: ModelConfig) -> tuple[str, ...]:
 
 def _open_source(
     source: ModelSource,
+    config: ModelConfig,
     expected: Shapes,
     dtype: torch.dtype,
     device: torch.device,
@@ -133,7 +158,18 @@ def _open_source(
     if source.kind == "gguf":
         return GGUFWeights(GGUFFile(source.path))
     weights = SafetensorsWeights(source.path, first=next(iter(expected)))
+    _check_types(weights, config)
+    if config.fp8 is not None:
+        return Fp8Weights(weights, config.fp8)
     return Mxfp4Weights(weights) if any(name.endswith(BLOCKS) for name in weights.shapes) else weights
+
+
+def _check_types(weights: SafetensorsWeights, config: ModelConfig) -> None:
+    """Numbers of 8 bits mean nothing without their scales."""
+    for name, kind in weights.dtypes.items():
+        if kind in ("F8_E4M3", "F8_E5M2") and (config.fp8 is None or kind != STORED):
+            why = "config.json has no quantization_config" if kind == STORED else f"only {STORED} is supported"
+            raise UnsupportedModel(f"{weights.origin(name)}: tensor {name} is {kind}: {why}")
 
 
 def _check_shapes(weights: Weights, expected: Shapes, source: ModelSource) -> None:
@@ -176,7 +212,13 @@ class _Reader:
         self._seen: set[str] = set()  # a weight may be read twice
         self._num_total = num_total
         self._checks, self._stored = checks, stored
+        self._scheme: Fp8Scheme | None = None
+        self._chosen: Collection[str] = ()
         self._sums: dict[str, Tensor] = {}  # [] on the device; finite only if every value is
+
+    def narrow(self, scheme: Fp8Scheme | None, chosen: Collection[str]) -> None:
+        """scheme: of FP8 weights; None: they are made whole. chosen: names of weights to be quantized to FP8."""
+        self._scheme, self._chosen = scheme, chosen
 
     def __call__(self, name: str) -> Weight:
         weight = self._read(name)
@@ -190,10 +232,25 @@ class _Reader:
     def _read(self, name: str) -> Weight:
         if self._stored is not None and self._stored.kind(name) in KINDS.values():
             return self._stored.read_stored(name)
-        tensor = self._weights.read(name).to(device=self._device, dtype=self._dtype)
+        weight, total = self._read_numbers(name)
         if self._checks:
-            self._sums[name] = tensor.sum()
-        return plain(tensor)
+            self._sums[name] = total
+        return weight
+
+    def _read_numbers(self, name: str) -> tuple[Weight, Tensor]:
+        """The weight, and a number that is finite only if every value is."""
+        weights = self._weights
+        if isinstance(weights, Fp8Weights) and weights.is_narrow(name):
+            data = weights.read(name).to(self._device)
+            scales = weights.read_scales(name).to(self._device)
+            scheme = self._scheme or Fp8Scheme(self._dtype)
+            weight = Weight(data, scheme, scales)
+            total = scales.sum() + torch.where(are_numbers(data, scales), 0.0, torch.inf)
+            return (plain(weight.dense()) if self._scheme is None else weight), total
+        tensor = weights.read(name).to(device=self._device, dtype=self._dtype)
+        if self._scheme is not None and name in self._chosen:
+            return Weight(tensor, self._scheme), tensor.sum()
+        return plain(tensor), tensor.sum()
 
     def _check_values(self) -> None:
         """Refuse NaN and infinite weights. A sum may overflow, so whatever it points at is looked at again."""
@@ -204,7 +261,12 @@ class _Reader:
         self._sums.clear()
 
     def _check_weight(self, name: str) -> None:
-        stored = self._weights.read(name)
+        weights, stored = self._weights, self._weights.read(name)
+        if isinstance(weights, Fp8Weights) and weights.is_narrow(name):
+            if not _is_finite(scales := weights.read_scales(name)):
+                origin, scale = weights.origin_of_scales(name)
+                raise CorruptModel(f"{origin}: tensor {scale} has values that are NaN or infinite")
+            stored = dequantize(stored, scales, torch.float32)
         if not _is_finite(stored):
             raise CorruptModel(f"{self._weights.origin(name)}: tensor {name} has values that are NaN or infinite")
         if not _is_finite(stored.to(self._dtype)):

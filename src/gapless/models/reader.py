@@ -14,7 +14,7 @@ from gapless.models.layers import ExpertWeight, ExpertWeights, GatedWeights, Nor
 from gapless.models.names import WeightNames
 from gapless.models.rope import head_order
 from gapless.models.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
-from gapless.models.weight import Weight, stacked
+from gapless.models.weight import Weight, alike, stacked
 
 ReadWeight = Callable[[str], Weight]  # by its name in the checkpoint, on the device, in the dtype
 
@@ -63,6 +63,7 @@ class LayerReader:
             return self._split_gate(spec)
         gate, gate_bias = self._linear(names.gate, spec.bias)
         up, up_bias = self._linear(names.up, spec.bias)
+        gate, up = alike((gate, up))
         return GatedWeights(gate, up, gate_bias, up_bias, spec.activation)
 
     def _split_gate(self, spec: MlpSpec) -> GatedWeights:
@@ -85,6 +86,7 @@ class LayerReader:
         gates, ups, downs = (self._of_experts(n) for n in (names.expert_gate, names.expert_up, names.expert_down))
         found = []
         for (gate, gate_bias), (up, up_bias), (down, down_bias) in zip(gates, ups, downs, strict=True):
+            gate, up = alike((gate, up))
             inner = GatedWeights(gate, up, gate_bias, up_bias, spec.activation)
             found.append(ExpertWeight(inner, down, down_bias))
         return found

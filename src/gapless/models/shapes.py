@@ -23,6 +23,14 @@ def weight_shapes(config: ModelConfig) -> dict[str, _Shape]:
     return shapes
 
 
+def layer_matrices(config: ModelConfig) -> frozenset[str]:
+    """Names of the large matrices of layers, those of experts aside: what quantization is for."""
+    names = config.names
+    roles = (names.q, names.k, names.v, names.o, names.gate, names.up, names.down)
+    every = {f"{names.of_layer(index, role)}.weight" for index in range(config.num_layers) for role in roles}
+    return frozenset(every & weight_shapes(config).keys())
+
+
 def _layer(spec: LayerSpec, names: WeightNames, hidden: int) -> Iterator[tuple[str, _Shape]]:
     before, after = (names.attention_norm, names.mlp_norm), (names.attention_norm_after, names.mlp_norm_after)
     for name in (*(before if spec.norm.is_before else ()), *(after if spec.norm.is_after else ())):

@@ -21,8 +21,9 @@ from gapless.models.around_layers import Activated, BareProduct, NormedAdded, Pr
 from gapless.models.config import ModelConfig
 from gapless.models.grouped_experts import GroupedExperts
 from gapless.models.layers import PLAIN, ExpertWeights, GatedWeights, Hidden, Norm
+from gapless.models.narrow_layers import NarrowAdded, NarrowNormed, is_narrow, taken_by_gpu
 from gapless.models.spec import FUSED_LAYERS, MlpSpec, lacking
-from gapless.models.weight import Weight
+from gapless.models.weight import Weight, stacked
 
 
 class SkinnyLayers:
@@ -55,12 +56,17 @@ class SkinnyLayers:
         return lambda hidden: rms_norm(hidden.values, norm.weight, norm.eps, hidden.addend)
 
     def norm_linear(self, norm: Norm | None, weight: Weight, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
+        if norm is not None and is_narrow(weight := taken_by_gpu(weight)):
+            return NarrowNormed(norm, weight, bias, self._workspace)
         return self._normed(norm, weight.dense(), bias)
 
     def norm_gated(self, norm: Norm | None, gate: GatedWeights) -> Callable[[Hidden], Tensor]:
         assert gate.gate is not None
         bias = None if gate.gate_bias is None or gate.up_bias is None else torch.cat((gate.gate_bias, gate.up_bias))
-        both = torch.cat((gate.gate.dense(), gate.up.dense()))
+        stack = taken_by_gpu(stacked((gate.gate, gate.up)))
+        if norm is not None and gate.activation == "silu" and is_narrow(stack):
+            return NarrowNormed(norm, stack, bias, self._workspace, gated=True)
+        both = stack.dense()
         if norm is None or gate.activation != "silu":
             return Activated(self._normed(norm, both, bias), gate.activation)
         return SkinnyNormed(norm, both, bias, self._workspace, self._plain, fused=self._fused, gated=True)
@@ -79,6 +85,8 @@ class SkinnyLayers:
     ) -> Callable[[Tensor, Hidden], Hidden]:
         if norm is not None:
             return NormedAdded(self._bare(weight.dense(), bias), norm, self._workspace, fused=self._fused)
+        if is_narrow(weight := taken_by_gpu(weight)):
+            return NarrowAdded(weight, bias, self._workspace)
         return SkinnyAdded(weight.dense(), bias, self._workspace, self._plain, fused=self._fused)
 
     def experts(
@@ -159,6 +167,8 @@ class SkinnyAdded:
         self._fused = fused
 
     def __call__(self, x: Tensor, hidden: Hidden) -> Hidden:
+        if x.shape[1] > self._weight.shape[1]:  # gate and up, as FP8 products leave those of many rows
+            x = silu_mul(x)
         fits = self._fused and self._bias is None
         tiling = tiling_for(len(x), *self._weight.shape, adds=True) if fits else None
         if tiling is None and fits and adds_fast(len(x), len(self._weight)):

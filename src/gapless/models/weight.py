@@ -82,8 +82,17 @@ class GatedLinear(Protocol):
 
 
 def stacked(weights: Sequence[Weight]) -> Weight:
-    """Weights of one scheme, one below the other."""
+    """Weights one below the other."""
+    weights = alike(weights)
     return shared_scheme(weights).stacked(weights)
+
+
+def alike(weights: Sequence[Weight]) -> Sequence[Weight]:
+    """Weights of one scheme: where one of them is plain and others are not, those are made whole."""
+    schemes = {weight.scheme.name: weight.scheme for weight in weights}
+    if len(schemes) == 1:
+        return weights
+    return [Weight(weight.dense(), schemes["plain"]) for weight in weights]
 
 
 def shared_scheme(weights: Sequence[Weight]) -> Scheme:

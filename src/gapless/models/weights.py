@@ -47,14 +47,17 @@ class SafetensorsWeights:
         self._files: dict[str, Any] = {}  # the open shard of each tensor
         self._origins: dict[str, str] = {}
         shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, str] = {}
         for path in _shards(directory):
             file = _open_shard(path)
             for name in file.keys():  # noqa: SIM118
                 self._files[name], self._origins[name] = file, str(path)
-                shapes[name] = tuple(file.get_slice(name).get_shape())
+                part = file.get_slice(name)
+                shapes[name], dtypes[name] = tuple(part.get_shape()), part.get_dtype()
         word, _, rest = first.partition(".")
         self._left_out = f"{word}." if first not in shapes and rest in shapes else ""
         self.shapes: Shapes = {self._full(name): shape for name, shape in shapes.items()}
+        self.dtypes = {self._full(name): dtype for name, dtype in dtypes.items()}  # as safetensors calls them
 
     def _full(self, name: str) -> str:
         return name if name.startswith(("lm_head.", self._left_out)) else self._left_out + name

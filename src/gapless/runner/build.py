@@ -59,6 +59,7 @@ def load(
         device=device.torch_device,
         load_format=options.load_format,
         seed=options.seed,
+        quantization=options.quantization,
         max_positions=max_model_len(options, settings.model),
         progress=progress,
     )

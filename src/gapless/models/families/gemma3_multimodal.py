@@ -29,7 +29,10 @@ DEFAULTS = {  # of transformers; published configs leave out what is equal to th
 
 
 def from_hf(keys: Keys) -> ModelConfig:
-    text = Keys({**DEFAULTS, **keys.mapping("text_config")}, "config.json, text_config")
+    text = Keys(
+        {**DEFAULTS, "quantization_config": keys.get("quantization_config"), **keys.mapping("text_config")},
+        "config.json, text_config",
+    )
     return replace(gemma3.from_hf(text), architecture=ARCHITECTURE, names=NAMES)
 
 

@@ -18,11 +18,12 @@ from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device
-from gapless.errors import UnsupportedModel
+from gapless.errors import ConfigError, UnsupportedModel
 from gapless.models.config import ModelConfig
 from gapless.models.decoder import CausalLM
-from gapless.models.loader import LoadFormat
+from gapless.models.loader import LoadFormat, Quantization
 from gapless.models.source import ModelSource
+from gapless.models.spec import Feature
 from gapless.runner.fill import Filled
 from gapless.runner.kv_store import KVStore
 from gapless.runner.layer_groups import LayerGroups
@@ -117,6 +118,7 @@ class WeightOptions(TypedDict):
     device: torch.device
     load_format: LoadFormat
     seed: int
+    quantization: Quantization
     max_positions: int
     progress: BuildProgress | None
 
@@ -195,6 +197,12 @@ def refuse(model: ModelConfig, device_name: str, reason: str | None) -> None:
     """Raises UnsupportedModel where there is a reason that layers or attention cannot do what the model needs."""
     if reason is not None:
         raise UnsupportedModel(f"{model.architecture} cannot run on {device_name}: {reason}")
+
+
+def check_quantization(options: EngineOptions, model: ModelConfig) -> None:
+    """Raises ConfigError where the weights that quantization is for are not all there are of their kind."""
+    if options.quantization == "fp8" and Feature.EXPERTS in model.features():
+        raise ConfigError(f"quantization fp8: {model.architecture} has experts, whose weights it leaves as they are")
 
 
 def make_kv_store(device: Device, resolved: Resolved, *, heads_first: bool) -> KVStore:

@@ -12,7 +12,7 @@ from gapless.device.base import Device
 from gapless.errors import ConfigError
 from gapless.models.config import ModelConfig
 from gapless.models.layers import PlainLayers
-from gapless.models.loader import LoadFormat, load_model, open_weights, why_not_stored
+from gapless.models.loader import LoadFormat, Quantization, load_model, open_weights, why_not_stored
 from gapless.models.source import ModelSource
 from gapless.runner.kits.base import (
     BlockMemory,
@@ -22,6 +22,7 @@ from gapless.runner.kits.base import (
     Resolved,
     Settings,
     WeightOptions,
+    check_quantization,
     in_blocks,
     make_kv_store,
     refuse,
@@ -41,6 +42,7 @@ class CpuKit:
     def settings(self, options: EngineOptions, model: ModelConfig) -> Settings:
         if options.attention != "auto":
             raise ConfigError(f"attention {options.attention}: only a GPU has it; on a CPU leave it at auto")
+        check_quantization(options, model)
         refuse(model, "cpu", ReferenceAttention.why_not(model.attention_specs()) or PlainLayers.why_not(model))
         settings = Settings.of(
             options,
@@ -55,7 +57,8 @@ class CpuKit:
         native = options.native and reason is None
         if options.batch_invariant and not native:
             raise ConfigError("batch_invariant: on a CPU only native steps are (option native, and a C++ compiler)")
-        stored = native and options.dtype == "auto" and options.load_format == "auto" and why_not_stored(model) is None
+        as_is = all(getattr(options, name) == "auto" for name in ("dtype", "load_format", "quantization"))
+        stored = native and as_is and why_not_stored(model) is None
         dtype = torch.float32 if stored else settings.dtype  # of what is not stored as blocks: norms and biases
         return dataclasses.replace(
             settings, dtype=dtype, native=native, slow_reason=reason, stored=stored, grouped=True
@@ -96,13 +99,25 @@ def load_native(
     device: torch.device,
     load_format: LoadFormat = "auto",
     seed: int = 0,
+    quantization: Quantization = "auto",
     max_positions: int | None = None,
     progress: BuildProgress | None = None,
     stored: bool = False,
 ) -> NativeModel:
-    """The model for native steps; no second copy of its weights remains. stored: as in `open_weights`."""
+    """The model for native steps; no second copy of its weights remains. FP8 weights are made whole.
+
+    stored: as in `open_weights`.
+    """
     read = open_weights(
-        source, config, dtype=dtype, device=device, load_format=load_format, seed=seed, progress=progress, stored=stored
+        source,
+        config,
+        dtype=dtype,
+        device=device,
+        load_format=load_format,
+        seed=seed,
+        quantization=quantization,
+        progress=progress,
+        stored=stored,
     )
     with torch.inference_mode():
         return NativeModel(config, read, max_positions)

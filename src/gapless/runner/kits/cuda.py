@@ -19,11 +19,14 @@ from gapless.device.cuda import replay_s
 from gapless.errors import ConfigError
 from gapless.kernels.ahead import hashed_meanwhile
 from gapless.kernels.cublas import product_shapes
+from gapless.kernels.launch import has_fp8
+from gapless.kernels.products import Workspace
 from gapless.models.config import ModelConfig
 from gapless.models.general_layers import GeneralLayers
 from gapless.models.invariant_layers import InvariantLayers
 from gapless.models.layers import Layers
 from gapless.models.loader import load_model
+from gapless.models.narrow_layers import NarrowLinear
 from gapless.models.skinny_layers import SkinnyLayers
 from gapless.models.source import ModelSource
 from gapless.runner.attention_choice import candidates, make_attention
@@ -36,6 +39,7 @@ from gapless.runner.kits.base import (
     Resolved,
     Settings,
     WeightOptions,
+    check_quantization,
     in_blocks,
     make_kv_store,
     refuse,
@@ -61,19 +65,24 @@ class CudaKit:
             raise ConfigError(f"batch_invariant: {model.architecture} cannot run so: {missing}")
         if options.batch_invariant and (missing := InvariantLayers.why_not(model)):
             raise ConfigError(f"batch_invariant: {model.architecture} needs other layers than these: {missing}")
+        check_quantization(options, model)
         settings = Settings.of(
             options, model, "cuda", dtype=torch.bfloat16, kv_dtype=None, max_batch_tokens=8192, max_num_rows=256
         )
+        check_fp8(options, model, settings.dtype)
         return dataclasses.replace(
             settings, attention=candidates(options, model, settings.kv_dtype), slow_reason=reason, grouped=True
         )
 
     def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
         layers: Layers = GeneralLayers()
+        fp8_linear = None
         if settings.slow_reason is None:
             layers = make_layers(weights["device"], settings.dtype, batch_invariant=settings.batch_invariant)
+        else:
+            fp8_linear = NarrowLinear.maker(Workspace(weights["device"]))
         with hashed_meanwhile():
-            return load_model(source, settings.model, layers=layers, **weights)
+            return load_model(source, settings.model, layers=layers, fp8_linear=fp8_linear, **weights)
 
     def assemble(
         self,
@@ -93,6 +102,20 @@ class CudaKit:
         graphs = GraphRunner(runner, step, limits, device, progress, resolved.slow_reason, processed=processed)
         device.late.watch_names("first product", product_shapes)
         return Built(resolved, device, graphs, in_blocks(kv, resolved), str(graphs.cost), choice)
+
+
+def check_fp8(options: EngineOptions, model: ModelConfig, dtype: torch.dtype) -> None:
+    """Raises ConfigError where products with FP8 weights, which the options or the checkpoint ask for, cannot run."""
+    is_stored = model.fp8 is not None and options.quantization != "none"
+    if not is_stored and options.quantization != "fp8":
+        return
+    hint = "; quantization none makes the weights of the checkpoint whole" if is_stored else ""
+    if not has_fp8():
+        raise ConfigError(f"FP8 weights need a GPU of compute capability 8.9 or above{hint}")
+    if dtype != torch.bfloat16:
+        raise ConfigError(f"FP8 weights need dtype bfloat16 on a GPU, not {str(dtype).removeprefix('torch.')}{hint}")
+    if options.batch_invariant:
+        raise ConfigError(f"batch_invariant: products with FP8 weights depend on the number of rows{hint}")
 
 
 def make_layers(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool) -> Layers:
