@@ -136,3 +136,21 @@ def test_a_response_has_an_item_for_each_part() -> None:
     assert (call.name, call.arguments, call.status) == ("f", '{"a": "é😀"}', "completed")
     _, cut = response(CALL[:40], 3, "length", stream=True)
     assert [(item.type, item.status) for item in cut.output] == [("function_call", "incomplete")]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_usage_counts_the_tokens_of_the_reasoning(size: int) -> None:
+    """Up to the token that completes the tag, in whole and streamed answers of both kinds."""
+    wanted = len(TOKENIZER.encode("<think>Hm.</think>"))
+    tokens = tokens_of(TEXTS[3], size)
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    whole = play(ChatRequest(messages=TALK), tokens, "stop", replies=replies())
+    chunks = play(ChatRequest(messages=TALK, stream=True, stream_options=options), tokens, "stop", replies=replies())
+    counts = [chunk["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in chunks]
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": wanted}
+    assert counts[-1] == wanted
+    assert counts == sorted(counts)
+    for stream in (False, True):
+        _, found = response(TEXTS[3], size, "stop", stream=stream)
+        assert found.usage is not None
+        assert found.usage.output_tokens_details.reasoning_tokens == wanted

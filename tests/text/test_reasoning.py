@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from gapless.errors import ConfigError
 from gapless.text.deltas import WholeReply
-from gapless.text.reasoning import find_reasoning
+from gapless.text.reasoning import ReasoningCount, find_reasoning
 from gapless.text.reply import ReplyFormat
+from gapless.text.tokenizer import Tokenizer
 from gapless.text.tools.base import Tool
 from gapless.text.tools.find import find_format
 
@@ -70,3 +71,29 @@ def test_the_tags_are_found_in_the_template_or_in_the_vocabulary() -> None:
     assert find_reasoning("</think>", lambda tag: True, "none") is None
     with pytest.raises(ConfigError, match="think"):
         find_reasoning(None, lambda tag: False, "thonk")
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "answer", "is_open"),
+    [
+        ("<think>a b</think>", "\n\nYes", False),
+        ("  \n<think></think>", "Yes </think>", False),
+        ("a b</think>", "Yes", True),
+        ("", "Yes, <think>no</think>", False),
+        ("<think>" + "the cat sat. " * 200 + "</think>", "Yes" * 100, False),
+        ("<think>never ends", "", False),
+        ("", "<thi", False),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 10**6])
+def test_tokens_of_the_reasoning_are_counted(
+    reasoning: str, answer: str, is_open: bool, size: int, byte_level: Tokenizer
+) -> None:
+    assert THINK is not None
+    tokenizer = byte_level
+    before, after = tokenizer.encode(reasoning), tokenizer.encode(answer)
+    tokens = [*before, *after]
+    count = ReasoningCount(tokenizer, THINK, is_open=is_open)
+    for end in range(size, len(tokens), size):
+        assert count.of(tokens[:end]) <= len(before)
+    assert count.of(tokens) == count.of(tokens) == len(before)

@@ -33,6 +33,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int] | None = None
 
 
 class CalledFunction(BaseModel):

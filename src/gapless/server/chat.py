@@ -19,7 +19,7 @@ from gapless.server.replies import ReplyPlan, ReplyStream, tell_message
 from gapless.server.service import PromptPlan, Service
 from gapless.server.sse import DONE, event
 from gapless.server.tools import chat_tools
-from gapless.server.usage import StreamUsage, usage
+from gapless.server.usage import StreamUsage
 
 
 class ChatAnswer:
@@ -35,13 +35,14 @@ class ChatAnswer:
         self._body = body
         self._model = model
         self._echo = last_words(body.messages) if body.echo else ""
-        self._usage = StreamUsage(body.stream_options, generation.choices)
+        counts = [replies.reasoning_count(texts.tokenizer) for _ in generation.choices]
+        self._usage = StreamUsage(body.stream_options, generation.choices, counts)
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
         choices = [await dump_early(await self._choice(choice)) for choice in await self._generation.finish()]
-        told = self._head("chat.completion") | {"choices": choices, "usage": usage(self._generation.choices)}
+        told = self._head("chat.completion") | {"choices": choices, "usage": self._usage.now()}
         return told | self._prompt_ids() | await self._prompt_logprobs()
 
     async def _choice(self, choice: Choice) -> dict[str, Any]:

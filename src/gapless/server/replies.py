@@ -1,6 +1,6 @@
 """Replies on the wire of chats: messages, and chunks of them. Parts of a reply in, JSON objects out.
 
-`ReplyPlan` says how the text of a reply is to be read. Knows no tokens and no HTTP.
+`ReplyPlan` says how the text of a reply is to be read. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from gapless.text.deltas import (
     ToolCall,
     WholeReply,
 )
+from gapless.text.reasoning import ReasoningCount
 from gapless.text.reply import ReplyFormat
+from gapless.text.tokenizer import Tokenizer
 
 AT_ONCE = 16384  # characters of a reply that are read before others have their turn
 
@@ -39,6 +41,12 @@ class ReplyPlan:
     def parser(self) -> DeltaParser:
         """For one choice."""
         return self.format.parser(self.toolbox.callable, is_reasoning=self.is_reasoning)
+
+    def reasoning_count(self, tokenizer: Tokenizer | None) -> ReasoningCount | None:
+        """For one choice; None where no reply has reasoning."""
+        if tokenizer is None or self.format.reasoning is None:
+            return None
+        return ReasoningCount(tokenizer, self.format.reasoning, is_open=self.is_reasoning)
 
     async def read(self, text: str) -> WholeReply:
         """A whole text. A long one is read in pieces, so that others have their turn."""

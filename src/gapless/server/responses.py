@@ -25,6 +25,7 @@ from gapless.server.replies import AT_ONCE, ReplyPlan
 from gapless.server.service import PromptPlan, Service
 from gapless.server.sse import event
 from gapless.server.tools import response_tools
+from gapless.server.usage import num_reasoning_tokens
 from gapless.text.deltas import WholeReply
 from gapless.text.tools.base import Tool
 
@@ -52,6 +53,7 @@ class ResponseAnswer:
         self._memory = memory
         self._replies = replies
         self._parser = replies.parser()
+        self._count = replies.reasoning_count(texts.tokenizer)
         self._items = OutputItems()
         self._reply = WholeReply()
         self._id = f"resp_{uuid.uuid4().hex}"
@@ -117,7 +119,7 @@ class ResponseAnswer:
             "input_tokens": len(flight.prompt),
             "input_tokens_details": {"cached_tokens": flight.num_cached or 0, "cache_write_tokens": 0},
             "output_tokens": choice.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens(choice, self._count)},
             "total_tokens": len(flight.prompt) + choice.num_tokens,
         }
         if self._body.store is not False:

@@ -1,16 +1,20 @@
 """Splits the reasoning off the beginning of a reply: `<think>...</think>answer`, in pieces.
 
 A reply has one part of reasoning, and only at its beginning. A prompt may have opened it already. Spaces around the
-reasoning belong to the format and are not shown. Does not know tools.
+reasoning belong to the format and are not shown. Also counts the tokens of that part. Does not know tools.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gapless.errors import ConfigError
 from gapless.text.stop import open_start
+from gapless.text.tokenizer import Tokenizer
+
+TAG_TOKENS = 24  # most tokens of a tag, and of the spaces before it: one for each byte
+AT_ONCE = 64  # tokens that are searched for the end of the reasoning together
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +111,35 @@ class ReasoningSplitter:
             self._text, self._state = self._text.partition(end)[2], "after"
         self._has_reasoning = self._has_reasoning or bool(shown)
         return shown
+
+
+class ReasoningCount:
+    """How many tokens of one reply are reasoning, tags included. Reads each token once, however often it is asked."""
+
+    def __init__(self, tokenizer: Tokenizer, format: ReasoningFormat, *, is_open: bool) -> None:
+        self._tokenizer = tokenizer
+        self._format = format
+        self._is_open = is_open
+        self._num_read = 0
+        self._found: int | None = None  # the answer, once it is final
+
+    def of(self, tokens: Sequence[int]) -> int:
+        """Of the reply so far."""
+        if not self._is_open:
+            self._is_open = self._text(tokens[:TAG_TOKENS]).lstrip().startswith(self._format.begin)
+        if not self._is_open:
+            return 0
+        while self._found is None and self._num_read < len(tokens):
+            self._read(tokens)
+        return len(tokens) if self._found is None else self._found
+
+    def _read(self, tokens: Sequence[int]) -> None:
+        """Look for the end in the next few tokens, and in those before them that may be the first part of its tag."""
+        begin, end = max(self._num_read - TAG_TOKENS, 0), min(self._num_read + AT_ONCE, len(tokens))
+        if self._format.end in self._text(tokens[begin:end]):
+            bounds = range(self._num_read + 1, end + 1)
+            self._found = next(bound for bound in bounds if self._format.end in self._text(tokens[begin:bound]))
+        self._num_read = end
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
