@@ -102,6 +102,25 @@ def test_the_first_prompt_runs_while_others_are_read(tiny_llm: LLM, monkeypatch:
     assert (first.prompt_token_ids, last.prompt_token_ids) == (tuple(ids("first")), tuple(ids("last")))
 
 
+def test_all_prompts_are_read_early_where_each_is_many_requests(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt alone gives the engine as much as it takes ahead."""
+    encode, submit, num_submitted = tiny_llm._client.encode, tiny_llm.engine.submit, 0
+
+    def count(*args: Any) -> None:
+        nonlocal num_submitted
+        num_submitted += 1
+        submit(*args)
+
+    def read(prompt: Any) -> Any:
+        assert prompt != "last" or num_submitted == tiny_llm._num_ahead
+        return encode(prompt)
+
+    monkeypatch.setattr(tiny_llm._client, "encode", read)
+    monkeypatch.setattr(tiny_llm.engine, "submit", count)
+    params = SamplingParams(max_tokens=1, n=tiny_llm._num_ahead)
+    assert len(tiny_llm.generate(["first", "second", "last"], params)) == 3
+
+
 def test_text_and_token_ids_are_the_same_prompt(tiny_llm: LLM) -> None:
     by_text, by_list, by_tuple = tiny_llm.generate(["Hello", ids("Hello"), tuple(ids("Hello"))], GREEDY)
     assert by_text.token_ids == by_list.token_ids == by_tuple.token_ids

@@ -9,7 +9,6 @@ import contextlib
 import os
 import queue
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -64,7 +63,8 @@ class LLM:
     ) -> list[Completion]:
         """Continue each prompt; results in input order. The first ones run while the others are tokenized and checked.
 
-        All are checked by the time of the first result. One that is refused raises InvalidRequest, and ends the others.
+        All are checked right after the first result at the latest. One that is refused raises InvalidRequest and ends
+        the others.
         """
         texts = _as_prompts(prompts)
         return self._generate(texts, self._encode, _as_params(params, len(texts)))
@@ -181,7 +181,12 @@ class LLM:
         def jobs() -> Iterator[tuple[int, Job]]:
             pairs = enumerate(zip(prompts, params, strict=True))
             made = ((i, _named(i, len(prompts), prepare, pair)) for i, pair in pairs)
-            yield from islice(made, self._num_ahead)
+            num_requests = 0
+            for found in made:
+                yield found
+                num_requests += len(found[1].requests)
+                if num_requests >= self._num_ahead:
+                    break
             yield from list(made)  # a bad one is to be found before much of the work is done
 
         results: dict[int, Completion] = {}
