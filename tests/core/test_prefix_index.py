@@ -145,6 +145,22 @@ def test_the_windows_of_a_prefix_are_found_when_its_beginning_is_gone() -> None:
     assert len(index.match(int_array([9, 2, 3, 4, 5, 6]), 6)) == 0
 
 
+@given(st.sets(st.integers(0, 19)), st.sampled_from([(3, 7), (1, 4), (6, 6)]))
+def test_a_prefix_is_the_longest_whose_windows_are_known(forgotten: set[int], windows: tuple[int, int]) -> None:
+    index = PrefixIndex(SIZE, (None, *windows))
+    tokens = int_array(range(20))
+    index.insert(ROOT, tokens, [[100 + i, 2 * i, 2 * i + 1] for i in range(10)])  # blocks 0 to 19 have a window
+    for block in forgotten:
+        index.forget(block)
+
+    def is_known(count: int) -> bool:
+        firsts = (max(0, count * SIZE - window + 1) // SIZE for window in windows)
+        seen = (2 * i + group for group, first in enumerate(firsts) for i in range(first, count))
+        return forgotten.isdisjoint(seen)
+
+    assert len(index.match(tokens, 20)) == max(count for count in range(11) if is_known(count))
+
+
 def test_clearing_forgets_all() -> None:
     index = PrefixIndex(SIZE)
     old = insert_chain(index, [1, 2], [10])

@@ -76,17 +76,19 @@ class PrefixIndex:
 
     def _num_usable(self, entries: Sequence[Entry]) -> int:
         """How many of the entries are a prefix whose windows are known too, at most."""
-        starts = [0] * len(self._sliding)  # of the run of known blocks that ends at the entry
-        usable = 0
-        for count, entry in enumerate(entries, 1):
-            for i, (group, _) in enumerate(self._sliding):
-                if entry.blocks[group] == NO_BLOCK:
-                    starts[i] = count
-            position = count * self.block_size  # of the next token
-            seen = [first_block(position, window, self.block_size) for _, window in self._sliding]
-            if all(start <= first for start, first in zip(starts, seen, strict=True)):
-                usable = count
-        return usable
+        count = len(entries)
+        while (missing := self._last_missing(entries, count)) is not None:
+            count = missing  # a prefix that ends between the two sees the missing one too
+        return count
+
+    def _last_missing(self, entries: Sequence[Entry], count: int) -> int | None:
+        """An entry without a block that the token behind the first `count` entries sees; None if there is none."""
+        for group, window in self._sliding:
+            first = first_block(count * self.block_size, window, self.block_size)
+            for index in range(count - 1, first - 1, -1):
+                if entries[index].blocks[group] == NO_BLOCK:
+                    return index
+        return None
 
     def insert(self, parent: Entry, tokens: IntArray, blocks: Sequence[Sequence[int]]) -> Entry:
         """Register full blocks, each entry below the one before and the first below `parent`; return the last entry.
