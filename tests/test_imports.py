@@ -26,9 +26,9 @@ VALUES = (
 )
 FILES_OF_RUN = (
     *("prompt_file", "formats", "shape_flags", "part_file", "run_identity", "file_lock", "result_file"),
-    "console",
+    *("line_work", "console"),
 )
-TOP_LEVEL = ("client", "llm", "async_llm", "report", *FILES_OF_RUN, "chat", "commands", "cli")
+TOP_LEVEL = ("client", "llm", "async_llm", "report", *FILES_OF_RUN, "chat", "distributed", "commands", "cli")
 BENCH = ("bench",)
 PROOF = ("proof",)
 
@@ -79,6 +79,8 @@ LAW: dict[str, tuple[str, ...]] = {
     "server": ("pipeline.engine", "models.source", "text", "trace.files", *VALUES, *LEAVES),
     "cli": ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES, *BENCH),
     "formats": ("server", "text", *VALUES, *TOP_LEVEL, *LEAVES),  # server: the types of OpenAI's bodies
+    "distributed": ("pipeline.engine", "core.params", *FILES_OF_RUN, "llm", "__init__", *LEAVES),
+    "ray": ("distributed",),  # the public door
     "__main__": ("cli",),
     "commands": ("pipeline.engine", "models.source", "text", "trace", "server", *VALUES, *TOP_LEVEL, *LEAVES, *PROOF),
     "__init__": ("async_llm", "client", "core.params", "core.processor", "errors", "llm"),

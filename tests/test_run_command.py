@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
-from gapless import part_file
+from gapless import line_work, part_file
 from gapless.cli import main
 from gapless.commands import run as run_command
 from gapless.errors import InvalidRequest
@@ -166,7 +166,7 @@ def test_prompts_from_standard_input_resume_by_their_content(
 
 def test_errors_are_beside_the_results_and_run_alone(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     """A prompt fails in the first run only; the second runs it and nothing else."""
-    real, asked = run_command.prepare, list[Any]()
+    real, asked = line_work.prepare, list[Any]()
 
     def refuse(llm: Any, line: Any, sampling: Any) -> Any:
         asked.append(line.id)
@@ -175,7 +175,7 @@ def test_errors_are_beside_the_results_and_run_alone(bench: Bench, capsys: pytes
         return real(llm, line, sampling)
 
     errors = bench.out.with_name("out.errors.jsonl")
-    with patch.object(run_command, "prepare", refuse):
+    with patch.object(line_work, "prepare", refuse):
         assert bench.run("--retry-errors") == 2
         assert "no errors to retry" in capsys.readouterr().err
         assert bench.run() == 1
@@ -211,14 +211,14 @@ def test_the_errors_file_is_never_also_the_input(bench: Bench, capsys: pytest.Ca
 
 def test_a_retry_that_heals_every_error_succeeds(bench: Bench) -> None:
     bench.prompts.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in "abc"))
-    real = run_command.prepare
+    real = line_work.prepare
 
     def refuse(llm: Any, line: Any, sampling: Any) -> Any:
         if line.index == 1:
             raise InvalidRequest("not now")
         return real(llm, line, sampling)
 
-    with patch.object(run_command, "prepare", refuse):
+    with patch.object(line_work, "prepare", refuse):
         assert bench.run() == 1
     assert bench.run("--retry-errors") == 0
     assert [record["index"] for record in bench.results()] == [0, 1, 2]

@@ -112,6 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--skip-damaged", action="store_true", help="resume from a damaged OUT.jsonl.part; damaged lines run again"
     )
+    _add_cluster_options(run)
     add_engine_options(run)
     add_sampling_options(run)
 
@@ -141,6 +142,22 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_benchmarks(commands)
     return parser
+
+
+def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cluster (docs/ray.md)")
+    group.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="run on replicas of a Ray cluster: HOST:PORT, or local to start one here; without an address, the "
+        "cluster of this machine if there is one, else local",
+    )
+    group.add_argument("--replicas", type=int, metavar="N", help="engines (default: all that fit; on CPUs, one a node)")
+    group.add_argument(
+        "--gpus-per-replica", type=float, metavar="X", help="GPUs of an engine (default: 1 where the cluster has any)"
+    )
 
 
 def _add_chat(commands: Any) -> None:

@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Set
+import time
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gapless import console
-from gapless.client import Job
 from gapless.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gapless.config import EngineOptions
-from gapless.core.params import SamplingParams
-from gapless.errors import ConfigError, InvalidRequest, OutputError
+from gapless.distributed.cluster import Wishes
+from gapless.errors import ConfigError, OutputError
 from gapless.formats.base import BadLine, Dialect, Line, OutputForm
 from gapless.formats.find import find_dialect, output_container
 from gapless.formats.plain import PlainRows
 from gapless.garbage import heap_frozen
+from gapless.line_work import Keep, LineWork
 from gapless.llm import LLM
 from gapless.part_file import Record, failed
-from gapless.pipeline.engine import derive_seed
 from gapless.progress import progress_bar
 from gapless.prompt_file import Prompts, read_prompts
 from gapless.report import OverlapMeter
@@ -92,6 +94,7 @@ def _words(error: Any) -> str:
 
 def run(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str, Any]) -> int:
     """Complete the prompts of the files; exit code 1 if some could not be."""
+    wishes = cluster_wishes(args, options)
     prompts = read_prompts(args.prompts, console.stdin())
     running: dict[int, Line] = {}  # what the engine works on, by index
     settings = {"model": options.model, "seed": options.seed, "token_ids": args.token_ids, **sampling}
@@ -107,7 +110,8 @@ def run(args: argparse.Namespace, options: EngineOptions, sampling: Mapping[str,
         todo = (line for line in prompts.lines(dialect) if line.index not in results.done)
         closing = ""
         if tally.num_done < tally.num_lines:
-            closing = Work(options, dialect, sampling, tally, running).do(todo)
+            work = Work(options, dialect, sampling, tally, running)
+            closing = work.do(todo) if wishes is None else work.do_on_cluster(todo, wishes)
         results.finish()
     except (KeyboardInterrupt, OutputError) as error:
         results.close()
@@ -155,7 +159,7 @@ def _check_overwrite(output: str, prompts: Prompts) -> None:
 
 
 class Work:
-    """The prompts on their way through the engine."""
+    """The prompts on their way through an engine, or through those of a cluster."""
 
     def __init__(
         self,
@@ -172,51 +176,69 @@ class Work:
         self._running = running
 
     def do(self, todo: Iterator[Line | BadLine]) -> str:
-        """Run them; the summary of how that went."""
-        tally = self._tally
-        with (
-            LLM(**dataclasses.asdict(self._options)) as llm,
-            progress_bar("generating", tally.num_lines, "prompt") as bar,
-        ):
-            bar.advance(tally.num_done)
+        """Run them here; the summary of how that went."""
+        with LLM(**dataclasses.asdict(self._options)) as llm, self._progress() as keep, heap_frozen():
             meter = OverlapMeter(llm.engine.monitor)
+            LineWork(llm, self._dialect, self._sampling, self._running).do(todo, keep)
+            return meter.summary()
+
+    def do_on_cluster(self, todo: Iterator[Line | BadLine], wishes: Wishes) -> str:
+        """Run them on replicas; the summary of how that went. Raises ConfigError."""
+        from gapless.distributed.cluster import connected, place
+        from gapless.distributed.pieces import Crew
+
+        options = dataclasses.asdict(self._options)
+        if os.path.exists(self._options.model):  # replicas run in other folders
+            options["model"] = os.path.abspath(self._options.model)
+        began = time.monotonic()
+        with connected(wishes.address):
+            console.interrupt_on_signals()  # Ray has handlers of its own
+            placement = place(wishes)
+            crew = Crew(placement, options, self._dialect, self._sampling)
+            with self._progress() as keep:
+                crew.do(todo, self._tally.num_lines - self._tally.num_done, self._told(keep))
+        lost = f", {crew.num_lost} lost and replaced" if crew.num_lost else ""
+        replicas = "replica" if placement.num_replicas == 1 else "replicas"
+        return f"{placement.num_replicas} {replicas} on Ray{lost}, {time.monotonic() - began:.1f} s"
+
+    def _told(self, keep: Keep) -> Keep:
+        """Results that are printed look their line up."""
+
+        def keep_line(line: Line | BadLine, record: Record, num_tokens: int) -> None:
+            if isinstance(line, Line):
+                self._running[line.index] = line
+            keep(line, record, num_tokens)
+            self._running.pop(line.index, None)
+
+        return keep_line
+
+    @contextmanager
+    def _progress(self) -> Iterator[Keep]:
+        tally = self._tally
+        with progress_bar("generating", tally.num_lines, "prompt") as bar:
+            bar.advance(tally.num_done)
 
             def keep(line: Line | BadLine, record: Record, num_tokens: int) -> None:
                 tally.add(record, line.id)
                 bar.advance(1, num_tokens)
 
-            with heap_frozen():
-                for index, completion in llm.run(self._jobs(llm, todo, keep)):
-                    line = self._running[index]
-                    record = self._dialect.result(line, completion, llm.tokenizer)
-                    keep(line, record, sum(len(choice.token_ids) for choice in completion.choices))
-                    del self._running[index]
-            return meter.summary()
-
-    def _jobs(
-        self, llm: LLM, lines: Iterator[Line | BadLine], keep: Callable[[Line | BadLine, Record, int], None]
-    ) -> Iterator[tuple[int, Job]]:
-        """Jobs for the lines that can run; the others become results with their error."""
-        for line in lines:
-            try:
-                if isinstance(line, BadLine):
-                    raise InvalidRequest(line.error)
-                job = prepare(llm, line, self._sampling)
-            except InvalidRequest as error:
-                keep(line, self._dialect.error(line, str(error)), 0)
-                continue
-            self._running[line.index] = line
-            yield line.index, job
+            yield keep
 
 
-def prepare(llm: LLM, line: Line, sampling: Mapping[str, Any]) -> Job:
-    """A job for a line of a prompt file. Raises InvalidRequest."""
-    params = SamplingParams.from_dict({**line.defaults, **sampling, **line.params})
-    if params.seed is None:  # from the line, not from when it runs: an interrupted run goes on with the same draws
-        params = dataclasses.replace(params, seed=derive_seed(llm.engine.options.seed, line.index))
-    if line.messages is not None:
-        return llm.prepare_chat(line.messages, params, **line.template)
-    return llm.prepare(line.prompt, params)
+def cluster_wishes(args: argparse.Namespace, options: EngineOptions) -> Wishes | None:
+    """What the flags ask of a cluster; None without --ray. Raises ConfigError."""
+    given = {"--replicas": args.replicas, "--gpus-per-replica": args.gpus_per_replica}
+    if args.ray is None:
+        if named := [flag for flag, value in given.items() if value is not None]:
+            raise ConfigError(f"{named[0]} needs --ray")
+        return None
+    if options.trace:
+        raise ConfigError("--trace is for one engine; leave it out, or leave --ray out")
+    if args.replicas is not None and args.replicas < 1:
+        raise ConfigError(f"--replicas must be at least 1, got {args.replicas}")
+    if args.gpus_per_replica is not None and not 0 <= args.gpus_per_replica < math.inf:
+        raise ConfigError(f"--gpus-per-replica must be 0 or more, got {args.gpus_per_replica}")
+    return Wishes(args.ray, args.replicas, args.gpus_per_replica)
 
 
 def _stopped(error: BaseException, results: object, tally: RunTally, trace: str | bool | None) -> int:

@@ -10,12 +10,12 @@ from typing import Any
 
 from gapless import console
 from gapless.commands import EXIT_FAILED, EXIT_INTERRUPTED
-from gapless.commands.run import prepare
 from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
 from gapless.errors import InvalidRequest
 from gapless.formats.base import Line
 from gapless.garbage import heap_frozen
+from gapless.line_work import prepare
 from gapless.llm import LLM
 from gapless.progress import progress_bar
 from gapless.prompt_file import read_prompts

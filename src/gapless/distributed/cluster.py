@@ -1,0 +1,161 @@
+"""The Ray cluster that a command works with: how it is found or started, what it has, and what is wrong with it.
+
+Ray is imported here and in the other files of this folder, when a command asks for it and never before. Every mistake
+that a user can make with a cluster becomes one line that says what to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import gapless
+from gapless.errors import ConfigError
+
+LOCAL = "local"  # the address of a cluster of our own, on this machine
+NEAREST = "auto"  # a cluster that this machine belongs to
+CONNECT_S = 10  # how long a cluster may take to answer
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeVersions:
+    """What must be equal on all nodes: other versions may give other tokens, or not understand each other."""
+
+    gapless: str
+    python: str
+    ray: str
+
+    def difference(self, theirs: NodeVersions) -> str:
+        """In words; empty if there is none."""
+        names = {"gapless": "Gapless", "python": "Python", "ray": "Ray"}
+        pairs = ((told, getattr(theirs, name), getattr(self, name)) for name, told in names.items())
+        return ", ".join(f"{told} {there} instead of {here}" for told, there, here in pairs if there != here)
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a user asks of a cluster; None is the default."""
+
+    address: str
+    replicas: int | None = None
+    gpus_per_replica: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How many replicas there are to be, and what Ray reserves for each."""
+
+    num_replicas: int
+    num_gpus: float
+    num_cpus: float
+
+
+def here() -> NodeVersions:
+    import ray
+
+    return NodeVersions(gapless.__version__, platform.python_version(), ray.__version__)
+
+
+def import_ray() -> Any:
+    """Raises ConfigError."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(f"--ray needs Ray: pip install 'gapless[ray]' ({error})") from None
+    return ray
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """A cluster for the length of the block; one is started on this machine if there is none. Raises ConfigError."""
+    _check_address(address)
+    ray = import_ray()
+    _connect(ray, address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    if address not in (LOCAL, NEAREST) and ":" not in address:
+        raise ConfigError(
+            f"--ray {address}: an address is HOST:PORT, auto or local; name files before --ray, or write --ray=auto"
+        )
+    if "://" in address:
+        raise ConfigError(f"--ray {address}: run this command on a node of the cluster, with the head's HOST:PORT")
+
+
+def _connect(ray: Any, address: str) -> None:
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    if address == NEAREST:
+        try:
+            return _init(ray, NEAREST, quiet)
+        except ConnectionError:
+            address = LOCAL
+    if address == LOCAL:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        return _init(ray, LOCAL, {**quiet, "include_dashboard": False})
+    try:
+        _knock(address)  # Ray itself would try for a minute, and print much
+        _init(ray, address, quiet)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"--ray {address}: no Ray cluster answers there ({reason}); start one with `ray start --head`, or use "
+            "--ray local"
+        ) from None
+
+
+def _knock(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
+        pass
+
+
+def _init(ray: Any, address: str, options: dict[str, Any]) -> None:
+    try:
+        ray.init(address=address, **options)
+    except RuntimeError as error:
+        if "ersion" not in str(error):
+            raise ConnectionError(str(error)) from None
+        raise ConfigError(
+            f"--ray {address}: Ray or Python differ between this process and the cluster; install the same versions "
+            f"({' '.join(str(error).split())})"
+        ) from None
+
+
+def place(wishes: Wishes) -> Placement:
+    """Replicas that the cluster has room for. Raises ConfigError."""
+    import ray
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    total = sum(node["Resources"].get("GPU", 0) for node in nodes)
+    per_replica = wishes.gpus_per_replica if wishes.gpus_per_replica is not None else float(total > 0)
+    if not per_replica:
+        return Placement(wishes.replicas or len(nodes), 0, 1 if _num_cpus(nodes) else 0)
+    room = sum(_fits(node["Resources"].get("GPU", 0), per_replica) for node in nodes)
+    wanted = wishes.replicas or max(1, room)
+    if wanted > room:
+        instead = f"use --replicas {room}" if room else "add GPUs, or use --gpus-per-replica 0 for CPUs"
+        raise ConfigError(
+            f"too few GPUs: {wanted} {'replica needs' if wanted == 1 else 'replicas need'} {per_replica:g} each on one "
+            f"node, and the cluster has {total:g} on {len(nodes)} nodes; {instead}"
+        )
+    return Placement(wanted, per_replica, 1 if _num_cpus(nodes) else 0)
+
+
+def _num_cpus(nodes: list[Any]) -> float:
+    return float(sum(node["Resources"].get("CPU", 0) for node in nodes))
+
+
+def _fits(gpus: float, per_replica: float) -> int:
+    return int(gpus / per_replica) if per_replica <= 1 else int(gpus) // ceil(per_replica)

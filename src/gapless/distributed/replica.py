@@ -1,0 +1,55 @@
+"""One engine in a process of a Ray cluster: an actor that completes pieces of a run.
+
+Several pieces are with the engine at the same time, each on a thread of the actor. While the last rows of a piece run,
+the rows of the next one are tokenized and submitted, so the device does not drain between pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gapless.distributed.cluster import NodeVersions, here
+from gapless.errors import ConfigError, GaplessError
+from gapless.formats.base import BadLine, Dialect, Line
+from gapless.garbage import collect_rarely
+from gapless.line_work import LineWork
+from gapless.llm import LLM
+from gapless.part_file import Record
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """What a replica says of itself when it has loaded the model."""
+
+    num_rows: int
+    node: str
+
+
+class Replica:
+    """The actor. Its methods run on several threads."""
+
+    def load(
+        self, versions: NodeVersions, options: Mapping[str, Any], dialect: Dialect, sampling: Mapping[str, Any]
+    ) -> ReplicaFacts:
+        """Raises ConfigError for everything that the user can do something about."""
+        import ray
+
+        node = ray.util.get_node_ip_address()
+        if difference := versions.difference(here()):
+            raise ConfigError(f"node {node} has {difference}; install the same versions on all nodes")
+        try:
+            self._llm = LLM(**options)
+        except GaplessError as error:
+            raise ConfigError(f"node {node}: {error}") from None
+        self._dialect, self._sampling = dialect, sampling
+        collect_rarely()
+        return ReplicaFacts(self._llm.engine.resolved.limits.num_rows, node)
+
+    def complete(self, lines: Sequence[Line | BadLine]) -> list[tuple[Record, int]]:
+        """The result of each line and the tokens that it took, in any order."""
+        found: list[tuple[Record, int]] = []
+        work = LineWork(self._llm, self._dialect, self._sampling, {})
+        work.do(lines, lambda line, record, num_tokens: found.append((record, num_tokens)))
+        return found
