@@ -240,6 +240,28 @@ def test_others_run_while_a_grammar_is_compiled(make_llm: Callable[..., LLM], mo
     assert llm.engine.monitor.ledger()["held: compiling grammar"] > 0
 
 
+def test_an_engine_that_waits_for_a_grammar_says_so(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an idle engine, both while it waits and after the first step has come."""
+    go = threading.Event()
+    wait_before_compiling(monkeypatch, go)
+    llm = make_llm()
+    during: list[float] = []
+
+    def look() -> None:
+        during.append(llm.engine.monitor.idle_by_cause()["grammar"])
+        go.set()
+
+    timer = threading.Timer(0.2, look)
+    timer.start()
+    list(llm.run([(0, llm.prepare("x", SamplingParams(structured={"choice": ["left"]})))]))
+    timer.join()
+    after = llm.engine.monitor.idle_by_cause()["grammar"]
+    assert 0.1 < during[0] <= after < 5
+    assert llm.engine.monitor.ledger()["pipeline ran dry: requests are held"] >= 1
+
+
 def test_a_held_request_can_be_aborted(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
     wait_before_compiling(monkeypatch, go)

@@ -16,6 +16,7 @@ from gapless.trace.columns import (
     COMMIT,
     DELIVER,
     DRY_DONE,
+    DRY_GRAMMAR,
     DRY_MEMORY,
     DRY_ROWS,
     EAGER,
@@ -67,8 +68,19 @@ def test_a_wait_for_requests_means_that_there_was_nothing_to_run() -> None:
     }
 
 
+def test_a_wait_for_a_grammar_is_not_one_for_requests() -> None:
+    marks = make_marks((0, COLLECT), (10, IDLE), (12, ADMIT), (13, IDLE | DRY_GRAMMAR), (18, ADMIT), (20, LAUNCH))
+    assert causes(STEPS, marks) == {"nothing to run": 2, "host: admit": 3, "grammar": 5}
+
+
 @pytest.mark.parametrize(
-    ("dry", "cause"), [(DRY_DONE, "nothing to run"), (DRY_MEMORY, "memory pressure"), (DRY_ROWS, "no free row")]
+    ("dry", "cause"),
+    [
+        (DRY_DONE, "nothing to run"),
+        (DRY_MEMORY, "memory pressure"),
+        (DRY_ROWS, "no free row"),
+        (DRY_GRAMMAR, "grammar"),
+    ],
 )
 def test_a_dry_pipeline_has_its_reason(dry: int, cause: str) -> None:
     marks = make_marks((0, COLLECT | dry), (12, COMMIT | dry), (14, SCHEDULE | dry), (16, FILL), (20, COLLECT))

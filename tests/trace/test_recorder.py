@@ -30,6 +30,7 @@ from gapless.trace.columns import (
     COMMIT,
     DELIVER,
     DRY_DONE,
+    DRY_GRAMMAR,
     DRY_ROWS,
     EAGER,
     FILL,
@@ -266,6 +267,16 @@ def test_nothing_to_run_grows_while_nothing_runs(recorder: Recorder) -> None:
     before = recorder.idle_by_cause()["nothing to run"]
     time.sleep(0.02)
     assert recorder.idle_by_cause()["nothing to run"] - before >= 0.02
+
+
+def test_a_wait_for_a_grammar_grows_while_it_is_compiled(recorder: Recorder) -> None:
+    recorder.dry(DRY_GRAMMAR, "requests are held")
+    recorder.mark(IDLE)
+    before = recorder.idle_by_cause()
+    time.sleep(0.02)
+    after = recorder.idle_by_cause()
+    assert after["grammar"] - before["grammar"] >= 0.02
+    assert after["nothing to run"] == before["nothing to run"]
 
 
 @pytest.mark.parametrize("seed", [None, 3])

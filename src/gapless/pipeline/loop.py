@@ -19,7 +19,7 @@ from gapless.core.scheduler import Scheduler
 from gapless.errors import StepFailed
 from gapless.pipeline.control import Control
 from gapless.pipeline.executor import Executor, Ticket
-from gapless.trace.columns import ADMIT, COMMIT, DELIVER, DRY_DONE, DRY_MEMORY, DRY_ROWS, IDLE, SCHEDULE
+from gapless.trace.columns import ADMIT, COMMIT, DELIVER, DRY_DONE, DRY_GRAMMAR, DRY_MEMORY, DRY_ROWS, IDLE, SCHEDULE
 from gapless.trace.null_recorder import UNRECORDED
 from gapless.trace.recorder import Recorder
 
@@ -61,7 +61,7 @@ def run_loop(
         if plan is not None:
             in_flight.append(executor.launch(plan))
             depth.observe(plan)
-        elif in_flight:
+        elif in_flight or scheduler.holds:
             recorder.dry(*why_dry(scheduler))
         assert in_flight or not scheduler.can_run, "requests are here, and nothing can run"
         commits: list[Commit] = []
@@ -97,9 +97,7 @@ def settle(
 
 
 def why_dry(scheduler: Scheduler) -> tuple[int, str]:
-    """Why nothing could be planned while a step is in flight: nobody waits, or for memory, or for a row."""
-    if scheduler.holds:
-        return DRY_DONE, "requests are held"
-    if scheduler.num_waiting == 0:
-        return DRY_DONE, "everything is in flight"
+    """Why nothing could be planned: nobody waits, or for a grammar, for memory, or for a row."""
+    if scheduler.num_waiting <= len(scheduler.holds):
+        return (DRY_GRAMMAR, "requests are held") if scheduler.holds else (DRY_DONE, "everything is in flight")
     return (DRY_MEMORY, "no free block") if scheduler.rows.num_free else (DRY_ROWS, "no free row")

@@ -24,6 +24,7 @@ from gapless.trace.columns import (
     CAPTURED,
     COLLECT,
     DRY_DONE,
+    DRY_GRAMMAR,
     DRY_MASK,
     DRY_MEMORY,
     DRY_ROWS,
@@ -53,6 +54,7 @@ CAUSES = (
     "hand-over",
     "memory pressure",
     "no free row",
+    "grammar",
     "eager fallback",
     "graph capture",
     "unknown",
@@ -60,8 +62,8 @@ CAUSES = (
 )
 NOTHING = 0
 FIRST_INSIDE = len(CAUSES) - len(INSIDE)  # causes before this one are of gaps, the others of time within steps
-GC, LOCK, COPY, HANDOVER, MEMORY, ROWS, EAGER_FALLBACK, CAPTURE, UNKNOWN = range(len(PHASES), FIRST_INSIDE)
-DRY_CAUSE = {DRY_DONE: NOTHING, DRY_ROWS: ROWS, DRY_MEMORY: MEMORY}
+GC, LOCK, COPY, HANDOVER, MEMORY, ROWS, GRAMMAR, EAGER_FALLBACK, CAPTURE, UNKNOWN = range(len(PHASES), FIRST_INSIDE)
+DRY_CAUSE = {DRY_DONE: NOTHING, DRY_ROWS: ROWS, DRY_MEMORY: MEMORY, DRY_GRAMMAR: GRAMMAR}
 # a step's flag, the host phase that it lengthens, and the resulting cause
 SPECIAL = (
     (PREEMPTED, SCHEDULE, MEMORY),
@@ -185,8 +187,15 @@ def _cause(codes: Codes) -> npt.NDArray[np.intp]:
     """The cause of a host phase: the phase itself, or the reason why the pipeline was dry."""
     phase = (codes & PHASE_MASK).astype(np.intp)
     for dry, cause in DRY_CAUSE.items():
-        phase[((codes & DRY_MASK) == dry) & (phase != IDLE)] = cause
+        phase[((codes & DRY_MASK) == dry) & ((phase != IDLE) | (dry == DRY_GRAMMAR))] = cause
     return phase
+
+
+def cause_of_wait(code: int) -> int | None:
+    """The cause that grows during this host phase, if it is a wait for something to run."""
+    if code & PHASE_MASK != IDLE:
+        return None
+    return GRAMMAR if code & DRY_MASK == DRY_GRAMMAR else NOTHING
 
 
 assert CAUSES[COLLECT] == "host: collect"  # phases and the causes named after them share their numbers

@@ -20,9 +20,10 @@ PHASES = ("idle", "admit", "schedule", "fill", "launch", "collect", "commit", "m
 IDLE, ADMIT, SCHEDULE, FILL, LAUNCH, COLLECT, COMMIT, MASKS, DELIVER = range(len(PHASES))
 WAITS = (IDLE, COLLECT)  # phases in which it sleeps on purpose
 
-# Why nothing could be planned while a step was in flight. Added to the phases that follow, until a plan is found.
-NOT_DRY, DRY_DONE, DRY_ROWS, DRY_MEMORY = 0, 16, 32, 48
-DRY_MASK, PHASE_MASK = 48, 15
+# Why nothing could be planned while a step was in flight or a request was held. Added to the phases that follow, until
+# a plan is found.
+NOT_DRY, DRY_DONE, DRY_ROWS, DRY_MEMORY, DRY_GRAMMAR = 0, 16, 32, 48, 64
+DRY_MASK, PHASE_MASK = 112, 15
 
 # Special properties of a step.
 EAGER, CAPTURED, PREEMPTED = 1, 2, 4

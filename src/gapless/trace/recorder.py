@@ -19,14 +19,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gapless.trace.causes import CAUSES, NOTHING, attribute
+from gapless.trace.causes import CAUSES, Seconds, attribute, cause_of_wait
 from gapless.trace.columns import (
     ADMIT,
     EAGER,
     FILL,
     IDLE,
     NOT_DRY,
-    PHASE_MASK,
     PREEMPTED,
     WAITS,
     Collections,
@@ -113,7 +112,7 @@ class Recorder:
         self.mark(ADMIT)
 
     def dry(self, reason: int, name: str) -> None:
-        """Nothing could be planned, although a step is in flight: the pipeline runs empty."""
+        """Nothing could be planned, although a step is in flight or a request is held: the pipeline runs empty."""
         if self._dry == NOT_DRY:
             self.ledger[f"pipeline ran dry: {name}"] += 1
         self._dry = reason
@@ -221,18 +220,17 @@ class Recorder:
         with self._lock:
             fold = self._open()
             total = self._idle + attribute(fold.steps, fold.marks, fold.collections, self._since).sum(axis=0)
-            total[NOTHING] += self._waiting(fold)
+            self._add_wait(fold, total)
             # a wait counts while it lasts, and again once the step after it is known: in between it must not vanish
             self._reported = np.maximum(self._reported, total)
             return {name: float(seconds) for name, seconds in zip(CAUSES, self._reported, strict=True)}
 
-    def _waiting(self, fold: Fold) -> float:
-        """How long there has been nothing to run: a wait for requests that has not ended yet."""
-        if len(fold.marks) == 0 or int(fold.marks.code[-1]) & PHASE_MASK != IDLE:
-            return 0.0
-        return max(
-            time.perf_counter() - float(np.fmax.reduce(np.append(fold.steps.compute_end, fold.marks.time[-1]))), 0
-        )
+    def _add_wait(self, fold: Fold, total: Seconds) -> None:
+        """Add a wait for requests, or for the grammar of one, that has not ended yet."""
+        cause = cause_of_wait(int(fold.marks.code[-1])) if len(fold.marks) else None
+        if cause is not None:
+            began = float(np.fmax.reduce(np.append(fold.steps.compute_end, fold.marks.time[-1])))
+            total[cause] += max(time.perf_counter() - began, 0)
 
     def timeline(self, label: str = "", since: float | None = None, **facts: Any) -> Timeline:
         """The kept steps as a value; from `since` on, if given."""

@@ -8,7 +8,7 @@ const COLORS = {
   "admit": "#e3b341", "schedule": "#e8923a", "fill": "#dc6b2f", "launch": "#c64a34", "collect": "#8593a6",
   "commit": "#a8476f", "deliver": "#7b4f9d",
   "garbage collection": "#5b4bb5", "interpreter lock": "#a08ae0", "copy late": "#2f7dbd", "hand-over": "#79b4d8",
-  "memory pressure": "#b8255f", "no free row": "#de7aa5", "eager fallback": "#8a6d3b", "graph capture": "#b8a26a",
+  "memory pressure": "#b8255f", "no free row": "#de7aa5", "grammar": "#3f6b3a", "eager fallback": "#8a6d3b", "graph capture": "#b8a26a",
   "masks": "#5f9455", "unknown": "#54585f", "compile": "#3d7a74", "allocation": "#6aa84f", "h2d": "#3f86c6", "d2h": "#7a7fd6",
 };
 const MEANS = {
@@ -22,6 +22,7 @@ const MEANS = {
   "copy late": "the plan was still being copied to the device",
   "hand-over": "all was there; streams, or threads on a CPU, passed the work on",
   "memory pressure": "KV blocks had run out", "no free row": "requests waited for a place in the batch",
+  "grammar": "requests waited while their grammar was compiled",
   "eager fallback": "the step had no graph, so its kernels were launched one by one",
   "graph capture": "a graph was being captured",
   "host: masks": "the host filled the masks of guided requests",
@@ -32,7 +33,7 @@ const MEANS = {
   "masks": "within a step: the model was done before the masks were there",
 };
 const INSIDE = ["launch", "compile", "allocation", "masks"];  // causes of idle time within steps; all others are of gaps before them
-const ORDER = ["nothing to run", "no free row", "memory pressure", "host: collect", "host: commit", "host: masks", "host: deliver",
+const ORDER = ["nothing to run", "grammar", "no free row", "memory pressure", "host: collect", "host: commit", "host: masks", "host: deliver",
   "host: admit", "host: schedule", "host: fill", "host: launch", "graph capture",
   "eager fallback", "garbage collection", "interpreter lock", "unknown", "copy late", "hand-over"];  // as they follow
 const color = (name) => COLORS[name] || COLORS[name.replace("host: ", "")] || "#888";
