@@ -193,6 +193,33 @@ def test_masks_narrower_than_the_tokenizer(vocabulary: Vocabulary) -> None:
     np.testing.assert_array_equal(part, whole[:-1])
 
 
+def test_a_shape_with_too_many_states_is_refused_and_made_anew(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+    """Each byte of these texts has a state, and there are more than there may be: the first texts come to their end."""
+    rng = random.Random(1)
+    texts = ["".join(rng.choices("abcdefgh", k=90)) for _ in range(200)]
+    tokens = [np.array(tokenizer.encode(text), np.int32) for text in texts]
+    structured = read_structured({"choice": texts})
+    compiler = Compiler(lambda: vocabulary)
+    automaton = compiler.start(structured).result(30)
+    assert isinstance(automaton, Automaton)
+    for each in tokens[:150]:
+        guide = automaton.guide()
+        guide.advance(each)
+        assert guide.is_over
+    assert compiler.start(structured).result(30) is automaton
+    last = [(automaton.guide(), each) for each in tokens[150:]]
+    with pytest.raises(InvalidRequest, match="too complex"):
+        _ = [guide.advance(each) for guide, each in last]
+    with pytest.raises(InvalidRequest, match="too complex"):
+        automaton.guide().fill(np.zeros(vocabulary.num_words, np.int32))
+    anew = compiler.start(structured).result(30)
+    compiler.close()
+    assert anew is not automaton
+    guide = anew.guide()
+    guide.advance(tokens[-1])
+    assert guide.is_over
+
+
 def test_the_compiler_prefers_automata(vocabulary: Vocabulary) -> None:
     compiler = Compiler(lambda: vocabulary)
     kinds = [{"choice": ["a"]}, {"json_schema": PERSON}, {"regex": "a"}, {"json_schema": WITHOUT["pattern"]}]
