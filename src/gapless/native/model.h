@@ -46,11 +46,11 @@ struct LayerShape {
 enum HeadNorm { NO_HEAD_NORM, EACH, ALL, LAYER };  // as in models/spec.py
 enum Activation { SILU, GELU, GELU_TANH, CLAMPED };
 
-// Which weight. The host has the same list.
+// Which weight. The host has the same list. A weight of an expert has layer * num_experts + expert for its layer.
 enum Part {
     EMBEDDING, POSITIONS, HEAD, LAST_NORM, LAST_NORM_BIAS, FIRST_NORM, FIRST_NORM_BIAS, SECOND_NORM, SECOND_NORM_BIAS,
     FIRST_AFTER, SECOND_AFTER, QKV, OUT, GATE, UP, DOWN, Q_NORM, K_NORM, SINKS,
-    ROUTER, EXPERT_GATE, EXPERT_UP, EXPERT_DOWN  // of experts: layer * num_experts + expert is their layer
+    ROUTER, EXPERT_GATE, EXPERT_UP, EXPERT_DOWN
 };
 
 // A norm's weights; without a bias where there is none.
