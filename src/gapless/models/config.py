@@ -35,6 +35,7 @@ class ModelConfig:
     logit_soft_cap: float | None = None  # logits become cap * tanh(logit / cap)
     kinds: tuple[str, ...] = ()  # how a GGUF stores its matrices, such as Q8_0; that of most numbers first
     fp8: Fp8Format | None = None  # the scales of FP8 weights; None: the checkpoint has no such weights
+    is_general: bool = False  # transformers' own code runs it: layers describe attention alone, names are not used
 
     def __post_init__(self) -> None:
         if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.attention_specs()}) > 1:
@@ -50,6 +51,8 @@ class ModelConfig:
 
     def features(self) -> Iterator[Feature]:
         """Features that the model needs beyond a plain decoder, its attention aside."""
+        if self.is_general:
+            yield Feature.GENERAL
         yield from layer_features(self.layers)
         if self.last_norm.kind == "layer":
             yield Feature.LAYER_NORM

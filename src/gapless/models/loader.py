@@ -56,7 +56,7 @@ def load_config(source: ModelSource) -> ModelConfig:
         config = gguf_config(file)
         return replace(config, kinds=_kinds(file, config))
     generation = read_object(source.path / "generation_config.json", optional=True)
-    return hf_config(read_object(source.path / "config.json"), generation)
+    return hf_config(read_object(source.path / "config.json"), generation, source.path)
 
 
 def load_model(

@@ -6,6 +6,7 @@ Owns the list of families. Reads a description by way of the family and adds the
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from gapless.errors import CorruptModel, UnsupportedModel
@@ -37,6 +38,7 @@ from gapless.models.files import shown, token_ids
 from gapless.models.gguf_config import read_gguf_config
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.keys import Keys
+from gapless.models.quantized import read_quantization
 from gapless.models.refused import why_refused
 
 logger = logging.getLogger(__name__)
@@ -50,10 +52,16 @@ FAMILIES: list[Family] = [file.FAMILY for file in _FILES]
 _GGUF_END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
-def hf_config(raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Reads a config.json of transformers 4 or 5, with the end tokens of generation_config.json added."""
+def hf_config(
+    raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, directory: Path | None = None
+) -> ModelConfig:
+    """Reads a config.json of transformers 4 or 5, with the end tokens of generation_config.json added.
+
+    directory: where the config lies. With it, other decoders of the installed transformers are described too.
+    """
     keys = Keys(raw, "config.json")
-    config = _hf_family(keys).from_hf(keys)
+    family = _hf_family(keys)
+    config = _general_config(keys, directory) if family is None else family.from_hf(keys)
     places = {
         "config.json: eos_token_id": keys.get("eos_token_id"),
         "generation_config.json: eos_token_id": (generation_config or {}).get("eos_token_id"),
@@ -75,22 +83,41 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     return replace(config, eos_token_ids=_end_ids(config.vocab_size, places))
 
 
-def _hf_family(keys: Keys) -> Family:
+def _hf_family(keys: Keys) -> Family | None:
+    """The family that the config names. Raises UnsupportedModel for a model that is no decoder."""
     if "architectures" not in keys.raw and "model_type" not in keys.raw:
         raise CorruptModel("config.json: the key architectures is missing")
     names, model_type = keys.strings("architectures"), keys.string("model_type", "")
-    called = f"architecture {(names[0] if names else model_type)[:80]}"
     if reason := why_refused(keys):
-        raise UnsupportedModel(f"{called} is not supported: {reason}")
+        raise UnsupportedModel(f"{_called(keys)} is not supported: {reason}")
     for family in FAMILIES:
         if family.architecture in names or (not names and family.model_type == model_type):
             return family
+    return None
+
+
+def _general_config(keys: Keys, directory: Path | None) -> ModelConfig:
+    """Of a model that transformers' own code will run, if it can."""
+    from gapless.models import transformers_config as general  # imports transformers when it is asked
+
     supported = [family.architecture for family in FAMILIES]
-    raise _unsupported(called, supported)
+    names = keys.strings("architectures")
+    if directory is None or not names:
+        raise _unsupported(_called(keys), supported)
+    if reason := general.why_not(names[0]):
+        raise _unsupported(_called(keys), supported, f"; {reason}")
+    if read_quantization(keys, "") is not None:
+        raise UnsupportedModel(f"{_called(keys)}: FP8 weights are not supported without a family; use unquantized ones")
+    return general.transformers_config(directory, names[0])
 
 
-def _unsupported(what: str, supported: Sequence[str]) -> UnsupportedModel:
-    return UnsupportedModel(f"{what} is not supported; Gapless runs {', '.join(supported)}")
+def _called(keys: Keys) -> str:
+    names = keys.strings("architectures")
+    return f"architecture {(names[0] if names else keys.string('model_type', ''))[:80]}"
+
+
+def _unsupported(what: str, supported: Sequence[str], more: str = "") -> UnsupportedModel:
+    return UnsupportedModel(f"{what} is not supported; Gapless runs {', '.join(supported)}{more}")
 
 
 def _end_ids(vocab_size: int, places: Mapping[str, object]) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ class Feature(StrEnum):
     POSITIONS = "learned positions"
     EMBEDDING_SCALE = "scaled embeddings"
     LOGIT_CAP = "soft caps of logits"
+    GENERAL = "general path: transformers' own code"
 
 
 # Which backend has which of them.
@@ -49,7 +50,7 @@ INVARIANT_LAYERS = frozenset(  # for GPUs, batch-invariant
 )
 FUSED_LAYERS = INVARIANT_LAYERS | {Feature.NORM_AFTER, Feature.ACTIVATION, Feature.HEAD_NORM}  # for GPUs
 GENERAL_LAYERS = frozenset(Feature)  # for GPUs, by torch
-NATIVE = frozenset(Feature) - {Feature.MIXED_SIZES}  # the CPU's step in C++
+NATIVE = frozenset(Feature) - {Feature.MIXED_SIZES, Feature.GENERAL}  # the CPU's step in C++
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from gapless.models.source import ModelSource
 from gapless.pipeline.executor import StepRunner
 from gapless.runner.build import assemble, load
 from gapless.runner.kits import kit_for
-from gapless.runner.kits.base import BlockMemory
+from gapless.runner.kits.base import BlockMemory, LoadedModel
 from gapless.runner.layer_groups import LayerGroups
 from gapless.runner.native import NativeModel
 from gapless.runner.resolve import Resolved, resolve, settle
@@ -83,9 +83,7 @@ class Stage(Protocol):
 class ModelStage:
     """A stage with a real model."""
 
-    def __init__(
-        self, model: CausalLM | NativeModel, resolved: Resolved, room: Room, tokenizer: Tokenizer | None = None
-    ) -> None:
+    def __init__(self, model: LoadedModel, resolved: Resolved, room: Room, tokenizer: Tokenizer | None = None) -> None:
         self.model, self.tokenizer = model, tokenizer
         self._kit = kit_for(resolved.device_name)
         self.resolved = resolved

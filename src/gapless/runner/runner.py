@@ -40,7 +40,7 @@ class Runner:
     """Runs steps. Everything that lasts from step to step is in its buffers."""
 
     def __init__(self, device: Device, limits: Limits, kv: KVStore, step: Step, slow_reason: str | None = None) -> None:
-        """slow_reason: why this runs although a faster runner was wanted."""
+        """slow_reason: why this runs although a faster runner was wanted, as the ledger says it."""
         self._block_size = limits.block_size
         self._num_rows = limits.num_rows
         self._step = step
@@ -70,7 +70,7 @@ class Runner:
     def forward(self, filled: Filled, packed_plan: torch.Tensor) -> None:
         """The first half of a step, up to the logits."""
         if self._slow_reason is not None:
-            self.ledger[f"no native call: {self._slow_reason}"] += 1
+            self.ledger[self._slow_reason] += 1
         plan = filled.plan
         packed = unpack(packed_plan, Sections.of(plan))
         self.rows.apply(packed)

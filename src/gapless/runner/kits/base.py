@@ -24,6 +24,7 @@ from gapless.models.decoder import CausalLM
 from gapless.models.loader import LoadFormat, Quantization
 from gapless.models.source import ModelSource
 from gapless.models.spec import Feature
+from gapless.models.transformers_model import TransformersLM
 from gapless.runner.fill import Filled
 from gapless.runner.kv_store import KVStore
 from gapless.runner.layer_groups import LayerGroups
@@ -31,7 +32,7 @@ from gapless.runner.native import NativeModel
 from gapless.runner.steering import Steering
 
 BuildProgress = Callable[[int, int], None]
-LoadedModel = CausalLM | NativeModel
+LoadedModel = CausalLM | NativeModel | TransformersLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,8 @@ def refuse(model: ModelConfig, device_name: str, reason: str | None) -> None:
 
 def check_quantization(options: EngineOptions, model: ModelConfig) -> None:
     """Raises ConfigError where the weights that quantization is for are not all there are of their kind."""
+    if options.quantization == "fp8" and model.is_general:
+        raise ConfigError(f"quantization fp8: {model.architecture} takes the {Feature.GENERAL}, which has none")
     if options.quantization == "fp8" and Feature.EXPERTS in model.features():
         raise ConfigError(f"quantization fp8: {model.architecture} has experts, whose weights it leaves as they are")
 

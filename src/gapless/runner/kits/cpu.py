@@ -14,6 +14,7 @@ from gapless.models.config import ModelConfig
 from gapless.models.layers import PlainLayers
 from gapless.models.loader import LoadFormat, Quantization, load_model, open_weights, why_not_stored
 from gapless.models.source import ModelSource
+from gapless.models.transformers_model import load_transformers
 from gapless.runner.kits.base import (
     BlockMemory,
     BuildProgress,
@@ -53,7 +54,7 @@ class CpuKit:
             max_batch_tokens=512,
             max_num_rows=128,
         )
-        reason = why_not(settings.dtype, model) if options.native else None
+        reason = why_not(settings.dtype, model) if options.native or model.is_general else None
         native = options.native and reason is None
         if options.batch_invariant and not native:
             raise ConfigError("batch_invariant: on a CPU only native steps are (option native, and a C++ compiler)")
@@ -65,6 +66,8 @@ class CpuKit:
         )
 
     def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
+        if settings.model.is_general:
+            return load_transformers(source, settings.model, **weights)
         if settings.native:
             return load_native(source, settings.model, **weights, stored=settings.stored)
         return load_model(source, settings.model, **weights)
@@ -87,8 +90,13 @@ class CpuKit:
             return Built(resolved, device, runner, BlockMemory.of(places, groups))
         specs = config.attention_specs()
         attention = ReferenceAttention(kv.pools, limits.block_size, specs, resolved.groups.of_layer)
-        plain = Runner(device, limits, kv, Step(model, attention, sample), resolved.slow_reason)
+        reason = resolved.slow_reason if config.is_general else _no_native_call(resolved.slow_reason)
+        plain = Runner(device, limits, kv, Step(model, attention, sample), reason)
         return Built(resolved, device, plain, in_blocks(kv, resolved))
+
+
+def _no_native_call(reason: str | None) -> str | None:
+    return None if reason is None else f"no native call: {reason}"
 
 
 def load_native(

@@ -29,6 +29,8 @@ from gapless.models.loader import load_model
 from gapless.models.narrow_layers import NarrowLinear
 from gapless.models.skinny_layers import SkinnyLayers
 from gapless.models.source import ModelSource
+from gapless.models.spec import Feature
+from gapless.models.transformers_model import TransformersLM, load_transformers
 from gapless.runner.attention_choice import candidates, make_attention
 from gapless.runner.draw import pick, score
 from gapless.runner.graphs import GraphRunner
@@ -75,6 +77,8 @@ class CudaKit:
         )
 
     def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
+        if settings.model.is_general:
+            return load_transformers(source, settings.model, **weights)
         layers: Layers = GeneralLayers()
         fp8_linear = None
         if settings.slow_reason is None:
@@ -98,6 +102,9 @@ class CudaKit:
         kv = make_kv_store(device, resolved, heads_first=False)
         attention, choice = choose_attention(device, kv, resolved)
         step = Step(model, attention, pick, score)
+        if isinstance(model, TransformersLM):  # its code may look at numbers on the host, so steps are not captured
+            eager = Runner(device, limits, kv, step, str(Feature.GENERAL))
+            return Built(resolved, device, eager, in_blocks(kv, resolved), attention=choice)
         runner = Runner(device, limits, kv, step)
         graphs = GraphRunner(runner, step, limits, device, progress, resolved.slow_reason, processed=processed)
         device.late.watch_names("first product", product_shapes)
