@@ -81,12 +81,16 @@ LAW: dict[str, tuple[str, ...]] = {
     "formats": ("server", "text", *VALUES, *TOP_LEVEL, *LEAVES),  # server: the types of OpenAI's bodies
     "distributed": ("pipeline.engine", "core.params", *FILES_OF_RUN, "llm", "__init__", *LEAVES),
     "ray": ("distributed",),  # the public door
+    "sim": ("core", "errors", "bench.chart"),
     "__main__": ("cli",),
-    "commands": ("pipeline.engine", "models.source", "text", "trace", "server", *VALUES, *TOP_LEVEL, *LEAVES, *PROOF),
+    "commands": (
+        *("pipeline.engine", "models.source", "text", "trace", "server", "sim"),
+        *(*VALUES, *TOP_LEVEL, *LEAVES, *PROOF),
+    ),
     "__init__": ("async_llm", "client", "core.params", "core.processor", "errors", "llm"),
 }
 FREE = BENCH + PROOF  # take the engine apart, to measure it and to check it
-NO_TORCH = ("errors", "config", "garbage", "progress", "child", "core", "native", "guides", "text", "trace")
+NO_TORCH = ("errors", "config", "garbage", "progress", "child", "core", "native", "guides", "text", "trace", "sim")
 MAY_SAY_CUDA = ("device/cuda", "runner/capture.py", "runner/graphs.py", "kernels/")
 MAY_NAME_CUDA = ("config.py", "device/", "runner/kits/", "kernels/", "bench/")  # bench: peers and GPU workloads
 

@@ -140,6 +140,10 @@ def build_parser() -> argparse.ArgumentParser:
     add_server_options(serve)
     add_engine_options(serve, without=("record",))
 
+    sim = _command(commands, "sim", "simulate replicas under a request trace, with measured step times", _sim)
+    from gapless.commands.sim import add_arguments as add_sim_options
+
+    add_sim_options(sim)
     _add_benchmarks(commands)
     return parser
 
@@ -228,6 +232,11 @@ def _add_benchmarks(commands: Any) -> None:
 
     add_structured_options(structured)
     add_engine_options(structured, only=ENGINE_FLAGS)
+    steps = _command(kinds, "steps", "measure steps of many shapes, for gapless sim", _bench_steps)
+    from gapless.bench.steps import add_arguments as add_step_options
+
+    add_step_options(steps)
+    add_engine_options(steps, without=("trace", "record"))
 
 
 def _command(group: Any, name: str, text: str, handler: Callable[[Any], int]) -> argparse.ArgumentParser:
@@ -376,6 +385,12 @@ def _serve(args: argparse.Namespace) -> int:
     return serve(args, engine_options(args))
 
 
+def _sim(args: argparse.Namespace) -> int:
+    from gapless.commands.sim import sim
+
+    return sim(args)
+
+
 def _bench_host(args: argparse.Namespace) -> int:
     from gapless.bench.host import main as bench
 
@@ -390,6 +405,12 @@ def _bench_offline(args: argparse.Namespace) -> int:
 
 def _bench_structured(args: argparse.Namespace) -> int:
     from gapless.bench.structured import main as bench
+
+    return bench(args, engine_options(args))
+
+
+def _bench_steps(args: argparse.Namespace) -> int:
+    from gapless.bench.steps import main as bench
 
     return bench(args, engine_options(args))
 

@@ -205,7 +205,7 @@ class Scheduler:
         seats: list[int] = []
         baggage = 0
         self.sharing.begin_plan(chunk.row for chunk in chunks)
-        while budget > 0 and self.rows.num_free and (request := self._first_waiting()) is not None:
+        while budget > 0 and self.rows.num_free and (request := self.first_waiting()) is not None:
             found = self.sharing.match(request)
             if self.sharing.should_wait(request, found):
                 break
@@ -227,7 +227,8 @@ class Scheduler:
             seats.append(row)
         return seats
 
-    def _first_waiting(self) -> Request | None:
+    def first_waiting(self) -> Request | None:
+        """The request that is admitted next."""
         return next((request for request in self._waiting.values() if request not in self.holds), None)
 
     def _seat(self, request: Request, found: list[Entry]) -> int:

@@ -1,0 +1,169 @@
+"""What a step costs: seconds as a sum of few terms, fitted to measured steps by least squares.
+
+    seconds = step + chunks? + rows + context + chunk tokens + chunk work
+
+A step reads the weights once (step), a step with chunks takes another path (chunks?), each decode row adds work (rows)
+and reads its keys and values (context, summed over rows), and a chunk adds a product for each token (chunk tokens) and
+attention of each token to those before it (chunk work). No term is negative. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gapless.core.limits import Limits
+from gapless.core.plan import Plan
+from gapless.core.request import RowTable
+from gapless.errors import ConfigError
+
+Floats = npt.NDArray[np.float64]
+TERMS = ("step", "chunks", "rows", "context", "chunk_tokens", "chunk_work")
+LEAST_STEPS = 20  # fewer say too little for six terms
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step computes, as far as its time depends on it."""
+
+    rows: int  # that decode
+    context: int  # tokens that these rows attend to, summed
+    chunk_tokens: int
+    chunk_work: int  # tokens that the chunks' tokens attend to, summed
+
+    def terms(self) -> tuple[float, ...]:
+        return (1.0, float(self.chunk_tokens > 0), *(float(getattr(self, f.name)) for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step of a real engine. The time is what a client sees between two tokens."""
+
+    shape: StepShape
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepFile:
+    """Measured steps, and the engine that ran them."""
+
+    limits: Limits
+    depth: int
+    name: str  # of the model and the device
+    steps: tuple[MeasuredStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The fitted terms, in seconds, and how far they are from the steps that they were fitted to."""
+
+    seconds: tuple[float, ...]  # of each of TERMS
+    num_steps: int
+    error: float  # median of |predicted - measured| / measured
+    error_p90: float
+
+    def of(self, shape: StepShape) -> float:
+        a, b, c, d, e, f = self.seconds
+        fixed = a + b if shape.chunk_tokens else a
+        return fixed + c * shape.rows + d * shape.context + e * shape.chunk_tokens + f * shape.chunk_work
+
+
+def shape_of(plan: Plan, rows: RowTable) -> StepShape:
+    """The shape of a plan that was just made: the rows' cursors include it."""
+    context = int(rows.cursor[plan.decode_rows].sum()) if plan.num_decodes else 0
+    work = 0
+    for chunk in plan.chunks:
+        count = len(chunk.tokens)
+        work += count * chunk.start + count * (count + 1) // 2
+    return StepShape(plan.num_decodes, context, plan.num_chunk_tokens, work)
+
+
+def fit(steps: Sequence[MeasuredStep]) -> Costs:
+    """Least squares of the relative error, without negative terms; then scaled to the measured total.
+
+    Throughput follows from the total, so the total must not be off although single steps are.
+    """
+    if len(steps) < LEAST_STEPS:
+        raise ConfigError(f"{len(steps)} measured steps are too few to fit costs to; at least {LEAST_STEPS}")
+    terms = np.array([step.shape.terms() for step in steps])
+    times = np.array([step.seconds for step in steps])
+    found = _least_squares(terms / times[:, None], np.ones(len(steps)))
+    found *= times.sum() / max(float((terms @ found).sum()), 1e-12)
+    errors = np.abs(terms @ found / times - 1)
+    return Costs(tuple(found.tolist()), len(steps), float(np.median(errors)), float(np.quantile(errors, 0.9)))
+
+
+def _least_squares(terms: Floats, wanted: Floats) -> Floats:
+    """The most negative term is left out until none is."""
+    scale = np.maximum(np.abs(terms).max(axis=0), 1e-30)
+    kept = np.flatnonzero(np.abs(terms).max(axis=0) > 0)
+    found = np.zeros(terms.shape[1])
+    while len(kept):
+        part = np.linalg.lstsq(terms[:, kept] / scale[kept], wanted, rcond=None)[0]
+        if (part >= 0).all():
+            found[kept] = part / scale[kept]
+            break
+        kept = np.delete(kept, int(part.argmin()))
+    return found
+
+
+def write_steps(path: str, found: StepFile) -> None:
+    """A line for the engine, and a line for each step."""
+    limits = {name: getattr(found.limits, name) for name in LIMIT_NAMES}
+    head = {"name": found.name, "depth": found.depth, "limits": limits}
+    lines = [json.dumps(head), *(json.dumps({**asdict(s.shape), "seconds": s.seconds}) for s in found.steps)]
+    try:
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+LIMIT_NAMES = ("num_rows", "num_blocks", "block_size", "max_batch_tokens", "max_model_len", "prefix_cache")
+
+
+def read_steps(path: str) -> StepFile:
+    """The steps of a file that `gapless bench steps` wrote. Raises ConfigError."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{path}: the measured steps cannot be read: {reason}") from None
+    rows = [_object(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows or not isinstance(rows[0].get("limits"), dict):
+        raise ConfigError(f"{path}: line 1 has no limits; `gapless bench steps` writes such files")
+    sizes: dict[str, Any] = {name: _integer(path, 1, rows[0]["limits"], name) for name in LIMIT_NAMES[:-1]}
+    limits = Limits(**sizes, prefix_cache=bool(rows[0]["limits"].get("prefix_cache", True)))
+    depth = _integer(path, 1, rows[0], "depth")
+    steps = tuple(_step(path, number, row) for number, row in enumerate(rows[1:], 2))
+    return StepFile(limits, depth, str(rows[0].get("name", path)), steps)
+
+
+def _object(path: str, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{path}, line {number}: not a JSON object; `gapless bench steps` writes such files")
+    return row
+
+
+def _integer(path: str, number: int, row: dict[str, Any], name: str, least: int = 1) -> int:
+    value = row.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{path}, line {number}: {name} must be an integer of at least {least}, not {value!r}")
+    return value
+
+
+def _step(path: str, number: int, row: dict[str, Any]) -> MeasuredStep:
+    seconds = row.get("seconds")
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < float("inf"):
+        raise ConfigError(f"{path}, line {number}: seconds must be a number above 0, not {seconds!r}")
+    counts = {f.name: _integer(path, number, row, f.name, 0) for f in fields(StepShape)}
+    return MeasuredStep(StepShape(**counts), float(seconds))

@@ -1,0 +1,142 @@
+"""One simulated engine: the real scheduler, with a clock that jumps from the end of one step to the next.
+
+Does what `pipeline.loop` does: plans until `depth` steps are in flight, then waits for the oldest. A request that comes
+during this wait is planned after it. Steps run one after the other, as on one compute stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gapless.core.limits import Limits
+from gapless.core.pace import Pace
+from gapless.core.params import SamplingParams
+from gapless.core.plan import Plan
+from gapless.core.request import Request
+from gapless.core.scheduler import Scheduler
+from gapless.sim.arrivals import Arrival, prompt_of
+from gapless.sim.costs import Costs, shape_of
+
+TOKEN = 5  # every sample
+CAUSES = ("rows", "KV memory", "compute")  # why requests wait
+ROWS, MEMORY, COMPUTE = range(len(CAUSES))
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of a request. Times are in seconds of the trace; NaN: not yet."""
+
+    arrival: Arrival
+    replica: int
+    first_s: float = math.nan  # of the first token
+    end_s: float = math.nan
+    num_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SimStep:
+    """A step in flight."""
+
+    plan: Plan
+    begin_s: float
+    end_s: float
+    first: tuple[Request, ...]  # requests whose prompt ends in this step
+    cause: int | None  # why others wait while it runs
+
+
+@dataclass(slots=True)
+class ReplicaTotals:
+    """Sums over the run of one replica."""
+
+    busy_s: float = 0.0
+    chunk_s: float = 0.0  # of these, in steps with chunks
+    waited_s: list[float] = field(default_factory=lambda: [0.0] * len(CAUSES))  # busy time in which others waited
+    num_steps: int = 0
+    num_rows: int = 0  # decode rows, summed over steps
+    most_blocks: int = 0  # KV blocks in use
+
+
+class SimReplica:
+    """Requests in; the time of the next event out."""
+
+    def __init__(self, number: int, limits: Limits, costs: Costs, depth: int, max_step_s: float) -> None:
+        self.number = number
+        self.totals = ReplicaTotals()
+        self.num_requests = 0  # unfinished
+        self._costs = costs
+        self._depth = depth
+        self._now = 0.0
+        self._free_s = 0.0  # when the last launched step ends
+        self._steps: deque[SimStep] = deque()
+        self._served: dict[str, Served] = {}
+        self._streams = not math.isinf(max_step_s)  # without a target the pace does not ask
+        pace = Pace(max_step_s, limits.max_batch_tokens, lambda: self._now)
+        self.scheduler = Scheduler(limits, pace=pace)
+
+    @property
+    def next_s(self) -> float | None:
+        """When the oldest step in flight ends."""
+        return self._steps[0].end_s if self._steps else None
+
+    def submit(self, arrival: Arrival, number: int, now: float) -> Served:
+        """A request arrives. Raises InvalidRequest if it could never run."""
+        prompt = prompt_of(arrival, number)
+        params = SamplingParams(max_tokens=arrival.num_output, temperature=0, ignore_eos=True)
+        limit = arrival.num_prompt + arrival.num_output
+        request = Request(str(number), prompt, params, number, (), limit, streams=self._streams)
+        self.scheduler.add(request)
+        served = self._served[request.id] = Served(arrival, self.number)
+        self.num_requests += 1
+        if not self._steps:  # else the loop is in `collect`
+            self._launch(now)
+        return served
+
+    def collect(self) -> int:
+        """The oldest step ends: its tokens become known, and the next is planned. Returns how many requests ended."""
+        step = self._steps.popleft()
+        self._now = step.end_s
+        self._count(step)
+        for request in step.first:
+            served = self._served.get(request.id)
+            if served is not None and math.isnan(served.first_s):
+                served.first_s, served.num_cached = step.end_s, request.num_cached
+        commit = self.scheduler.commit(step.plan, np.full(step.plan.num_results, TOKEN, np.int32))
+        for finished in commit.finished:
+            self._served.pop(finished.request.id).end_s = step.end_s
+        self.num_requests -= len(commit.finished)
+        self._launch(step.end_s)
+        return len(commit.finished)
+
+    def _launch(self, now: float) -> None:
+        self._now = now
+        while len(self._steps) < self._depth and (plan := self.scheduler.schedule()) is not None:
+            rows = self.scheduler.rows
+            begin_s = max(now, self._free_s)
+            self._free_s = begin_s + self._costs.of(shape_of(plan, rows))
+            owners = (rows.request[chunk.row] for chunk in plan.chunks if chunk.samples)
+            first = tuple(owner for owner in owners if owner is not None)
+            self._steps.append(SimStep(plan, begin_s, self._free_s, first, self._why_waiting()))
+
+    def _why_waiting(self) -> int | None:
+        """What keeps requests in the queue while this step runs."""
+        scheduler = self.scheduler
+        if scheduler.num_waiting == 0 or (first := scheduler.first_waiting()) is None:
+            return None
+        if scheduler.rows.num_free == 0:
+            return ROWS
+        needed = scheduler.limits.most_blocks(len(first.tokens), 0)
+        return MEMORY if needed > scheduler.pool.num_available else COMPUTE
+
+    def _count(self, step: SimStep) -> None:
+        totals, seconds = self.totals, step.end_s - step.begin_s
+        totals.busy_s += seconds
+        totals.num_steps += 1
+        totals.num_rows += step.plan.num_decodes
+        totals.chunk_s += seconds if step.plan.chunks else 0.0
+        totals.most_blocks = max(totals.most_blocks, self.scheduler.pool.num_used)
+        if step.cause is not None:
+            totals.waited_s[step.cause] += seconds
