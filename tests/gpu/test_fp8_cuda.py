@@ -67,16 +67,20 @@ def test_few_rows_equal_torch(name: str, blocks: bool) -> None:
         assert error < 5e-3, (num_rows, float(error))
 
 
-def test_an_engine(tmp_path: Path) -> None:
-    """Dummy weights, few requests and many: it runs, and its first tokens are mostly those of whole weights."""
-    from gapless import LLM, SamplingParams
-
+def write_config(folder: Path) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 512,
         "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1024,
         "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_an_engine(tmp_path: Path) -> None:
+    """Dummy weights, few requests and many: it runs, and its first tokens are mostly those of whole weights."""
+    from gapless import LLM, SamplingParams
+
+    write_config(tmp_path)
     prompts = [[(7 * i + j) % 1000 for j in range(5 + i % 40)] for i in range(48)]
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     found = []
@@ -94,7 +98,9 @@ def test_refused(tmp_path: Path) -> None:
     from gapless import LLM
     from gapless.errors import ConfigError
 
+    write_config(tmp_path)
+    options = {"load_format": "dummy", "device": "cuda", "quantization": "fp8"}
     with pytest.raises(ConfigError, match="batch_invariant: products with FP8 weights"):
-        LLM("smollm2", device="cuda", quantization="fp8", batch_invariant=True)
+        LLM(tmp_path, **options, batch_invariant=True)
     with pytest.raises(ConfigError, match="FP8 weights need dtype bfloat16"):
-        LLM("smollm2", device="cuda", quantization="fp8", dtype="float16")
+        LLM(tmp_path, **options, dtype="float16")

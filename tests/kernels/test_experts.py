@@ -169,6 +169,21 @@ def test_invariant_rows_do_not_depend_on_their_batch() -> None:
         assert torch.equal(alone, whole[rows])
 
 
+def test_invariant_rows_are_rounded_alike_among_few_and_many() -> None:
+    """Halves of 16 bits, because parts that are rounded only among many rows are not seen in float32."""
+    stack = stack_of(5, 32, 16, 2)
+    stack = replace(stack, both=stack.both.half(), down=stack.down.half())
+    x, logits = draw(MAX_ROWS + 20, 32).half(), draw(MAX_ROWS + 20, 5, seed=9).float()
+    squares = torch.zeros(SQUARES_TILES * MAX_ROWS, device=DEVICE)
+    found = []
+    for rows in (slice(0, MAX_ROWS + 20), slice(2, 9)):
+        values, counts = torch.zeros_like(x[rows]), torch.zeros(5, dtype=torch.int32, device=DEVICE)
+        stream = ExpertStream(values, squares, 0, EPS)
+        add_experts(x[rows], logits[rows].contiguous(), stack, stream, counts, invariant=True)
+        found.append(values)
+    assert torch.equal(found[0][2:9], found[1])
+
+
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:
     stack = replace(stack_of(8, 32, 16, 2), both=torch.empty(8, 32, 32, dtype=torch.bfloat16))
     sizes = [tilings_for(num_rows, stack, invariant=False).gate.block_m for num_rows in (2, 32, 256, 4096)]

@@ -125,8 +125,10 @@ def add_experts(
         num_warps=4, **pdl(),
     )  # fmt: skip
     lists = (counts, members)
-    inner = _grouped(x, stack, tilings.gate, stream, lists, scales, num_rows, gated=True)
-    parts = _grouped(inner, stack, tilings.down, stream, lists, shares, num_rows, gated=False)
+    inner = _grouped(x, stack, tilings.gate, stream, lists, scales, num_rows, x.dtype, gated=True)
+    # few rows can afford parts that are not rounded; a row must not see how many there are where it is to be invariant
+    exact = torch.float32 if num_rows <= MAX_ROWS and not invariant else x.dtype
+    parts = _grouped(inner, stack, tilings.down, stream, lists, shares, num_rows, exact, gated=False)
     return _combine(parts, stack, stream, counts)
 
 
@@ -138,6 +140,7 @@ def _grouped(
     lists: tuple[Tensor, Tensor],
     factors: Tensor,
     num_rows: int,
+    dtype: torch.dtype,
     *,
     gated: bool,
 ) -> Tensor:
@@ -145,7 +148,6 @@ def _grouped(
     weight, bias = (stack.both, stack.both_bias) if gated else (stack.down, stack.down_bias)
     columns = weight.shape[1] // 2 if gated else weight.shape[1]
     num_pairs = num_rows * stack.num_chosen
-    dtype = x.dtype if gated or num_rows > MAX_ROWS else torch.float32
     out = torch.empty(num_pairs, columns, dtype=dtype, device=x.device)
     num_tiles = min(num_pairs, triton.cdiv(num_pairs, tiling.block_m) + stack.count)
     inner = weight.shape[2]
