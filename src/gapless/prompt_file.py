@@ -21,6 +21,7 @@ from gapless.formats.base import BadLine, Container, Dialect, Line, Row, Unreada
 from gapless.formats.find import find_container
 from gapless.formats.jsonl import JsonLines
 from gapless.formats.plain import PlainRows
+from gapless.formats.seen_ids import SeenIds
 
 COPY_BYTES = 1 << 20
 STDIN = "-"
@@ -75,9 +76,14 @@ class Prompts:
 
     def lines(self, dialect: Dialect | None = None) -> Iterator[Line | BadLine]:
         """Parse row by row; a bad row does not stop the others."""
-        parse = (dialect or PlainRows()).parse
+        dialect = dialect or PlainRows()
+        seen = SeenIds() if dialect.has_unique_ids else None
         for index, row in enumerate(self.rows()):
-            yield parse(row, index)
+            line = dialect.parse(row, index)
+            if seen is not None and isinstance(line.id, str) and not seen.add(line.id):
+                yield BadLine(index, line.id, f"{row.place}: an earlier row has the id {line.id!r} too")
+            else:
+                yield line
 
 
 def read_prompts(names: Sequence[str], stdin: BinaryIO) -> Prompts:

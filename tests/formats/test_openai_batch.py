@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletion
 from gapless.cli import main
 from gapless.formats.base import BadLine, Line, Row
 from gapless.formats.openai_batch import BatchRows
+from gapless.formats.seen_ids import SeenIds
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -138,3 +139,18 @@ def test_a_body_becomes_parameters() -> None:
         "add_generation_prompt": False,
         "reasoning_effort": "low",
     }
+
+
+def test_a_custom_id_may_stand_in_one_row_only(tmp_path: Path, tiny_dir: Path) -> None:
+    rows = [row(name, COMPLETIONS, prompt="Hello", max_tokens=1) for name in ("a", "b", "a", "c")]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert run(tmp_path, tiny_dir) == 1
+    found = read(tmp_path / "out.jsonl")
+    assert [each["response"]["status_code"] for each in found] == [200, 200, 400, 200]
+    assert found[2]["error"]["message"] == "line 3: an earlier row has the id 'a' too"
+
+
+def test_many_ids_are_told_apart() -> None:
+    seen = SeenIds()
+    assert all(seen.add(f"row {number}") for number in range(5000))
+    assert not any(seen.add(f"row {number}") for number in range(5000))

@@ -74,6 +74,7 @@ class Dialect(Protocol):
 
     columns: Columns
     has_index: bool  # results tell the index of their row
+    has_unique_ids: bool  # a row whose id stands in an earlier row is refused
 
     def parse(self, row: Row, index: int) -> Line | BadLine: ...
 

@@ -51,6 +51,7 @@ class BatchRows:
 
     columns = COLUMNS
     has_index = False
+    has_unique_ids = True
 
     def __init__(self, names: Collection[str], run: str) -> None:
         self._names = names  # of the model, in bodies

@@ -32,6 +32,7 @@ class PlainRows:
 
     columns = COLUMNS
     has_index = True
+    has_unique_ids = False
 
     def __init__(self, *, token_ids: bool = False) -> None:
         self._token_ids = token_ids  # results tell the generated token ids too
