@@ -1,106 +1,107 @@
-"""`gapless run --ray` on a small cluster: the results of one process, whatever dies in between."""
+"""`gapless run --ray` and `gapless.ray.Generator` on a small cluster: the results of one process, whatever dies in between."""
 
 from __future__ import annotations
 
 import json
-import os
-import random
-import subprocess
+import signal
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
+import pyarrow.parquet as pq
 import pytest
-from ray.cluster_utils import Cluster
+import ray
+from ray_tasks import Task, replicas, wait_for
 
+import gapless
+from gapless import LLM, SamplingParams
 from gapless.cli import main
-
-NUM_LINES = 60
-QUIET = {"object_store_memory": 80_000_000, "include_dashboard": False}
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ.setdefault("PYTHONPATH", str(Path(__file__).parents[2] / "src"))  # for processes of nodes
+from gapless.ray import Generator
+from tiny import CPU
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """One node, for as long as the tests of this file run."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, **QUIET})
-    yield cluster.address
-    cluster.shutdown()
-
-
-class Task:
-    """A prompt file, and the commands that complete it with and without a cluster."""
-
-    def __init__(self, folder: Path, model: Path, num_lines: int = NUM_LINES, max_tokens: int = 80) -> None:
-        self.prompts, self.wanted, self.out = folder / "in.jsonl", folder / "wanted.jsonl", folder / "out.jsonl"
-        self.part = folder / "out.jsonl.part"
-        dice = random.Random(3)
-        with self.prompts.open("w") as file:
-            for index in range(num_lines):
-                tokens = [dice.randrange(1, 97) for _ in range(dice.randrange(1, 30))]
-                line = {"id": f"row {index}", "prompt": tokens, "temperature": 0.9 * (index % 2)}
-                line |= {"temperature": -1} if index % 20 == 7 else {}  # refused
-                file.write(json.dumps(line) + "\n")
-        engine = ["--device", "cpu", "--dtype", "float32", "--num-blocks", "64", "--max-num-rows", "4"]
-        self.options = ["--model", str(model), *engine, "--max-tokens", str(max_tokens), "--num-threads", "1"]
-
-    def command(self, out: Path, *more: str) -> list[str]:
-        return ["run", str(self.prompts), "-o", str(out), *self.options, *more]
-
-    def start(self, *more: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "gapless", *self.command(self.out, *more)]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-    def num_kept(self) -> int:
-        return self.part.read_bytes().count(b"\n") - 1 if self.part.exists() else 0
-
-
-@pytest.fixture
-def task(tmp_path: Path, tiny_dir: Path) -> Task:
-    made = Task(tmp_path, tiny_dir)
-    assert main(made.command(made.wanted)) == 1, "some prompts are refused"
-    return made
-
-
-def replicas() -> list[psutil.Process]:
-    """Processes of replicas, of any cluster on this machine."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if "ray::Replica" in " ".join(process.info["cmdline"] or []):
-            found.append(process)
-    return found
-
-
-def wait_for(true: object, most_s: float = 60) -> None:
-    end = time.monotonic() + most_s
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def test_a_cluster_gives_the_results_of_one_process(
-    task: Task, address: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(task.command(task.out, "--ray", address, "--replicas", "2")) == 1
-    assert task.out.read_bytes() == task.wanted.read_bytes()
-    assert "2 replicas on Ray" in capsys.readouterr().out
-
-
-def test_a_killed_driver_and_a_killed_replica_change_nothing(task: Task, address: str) -> None:
-    arguments = ["--ray", address, "--replicas", "2"]
-    with task.start(*arguments) as first:
-        wait_for(lambda: task.num_kept() > 2 or first.poll() is not None)
-        first.kill()
-    assert 2 < task.num_kept() < NUM_LINES
-    with task.start(*arguments) as second:
-        before = task.num_kept()
-        wait_for(lambda: task.num_kept() > before or second.poll() is not None)
-        assert second.poll() is None
+def test_a_killed_replica_changes_nothing(task: Task, address: str) -> None:
+    with task.start("--ray", address, "--replicas", "2") as driver:
+        wait_for(lambda: task.num_kept() > 2 or driver.poll() is not None)
         for process in replicas()[:1]:
             process.kill()
-        _, said = second.communicate()
-        assert second.returncode == 1, said
-    assert task.out.read_bytes() == task.wanted.read_bytes()
+        _, said = driver.communicate()
+        assert driver.returncode == 1, said
+        assert b"a replica was lost and is replaced" in said
+    task.check()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill", "ctrl-c"])
+def test_an_interrupted_driver_goes_on(task: Task, address: str, number: signal.Signals) -> None:
+    """Also without a cluster: the part file is the same."""
+    with task.start("--ray", address) as driver:
+        wait_for(lambda: task.num_kept() > 2 or driver.poll() is not None)
+        driver.send_signal(number)
+        _, said = driver.communicate()
+        assert driver.returncode == (-9 if number is signal.SIGKILL else 130)
+        assert (b"Run the same command again to resume" in said) == (number is signal.SIGINT)
+    kept = task.num_kept()
+    assert 2 < kept < task.num_lines
+    assert main(task.command(task.out, *(["--ray", address] if number is signal.SIGINT else []))) == 1
+    task.check()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--ray", "127.0.0.1:1"], "no Ray cluster answers there"),
+        (["--ray", "nowhere.invalid:6379"], "no Ray cluster answers there"),
+        (["--ray", "in.jsonl"], "an address is HOST:PORT"),
+        (["--ray", "ray://head:10001"], "run this command on a node"),
+        (["--replicas", "2"], "--replicas needs --ray"),
+        (["--ray", "--replicas", "0"], "--replicas must be at least 1"),
+        (["--ray", "--gpus-per-replica", "-1"], "--gpus-per-replica must be 0 or more"),
+        (["--ray", "--trace", "t.json"], "--trace is for one engine"),
+    ],
+)
+def test_wrong_flags(task: Task, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(task.command(task.out, *flags)) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("gapless: ")
+    assert said in told
+
+
+def test_no_ray(task: Task, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(task.command(task.out, "--ray")) == 2
+    assert "pip install 'gapless[ray]'" in capsys.readouterr().err
+
+
+def test_too_few_gpus(task: Task, address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(task.command(task.out, "--ray", address, "--gpus-per-replica", "1")) == 2
+    assert "too few GPUs: 1 replica needs 1 each on one node, and the cluster has 0" in capsys.readouterr().err
+
+
+def test_nodes_must_have_the_versions_of_the_driver(
+    task: Task, address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = gapless.__version__
+    monkeypatch.setattr(gapless, "__version__", "99.0")
+    assert main(task.command(task.out, "--ray", address)) == 2
+    assert f"has Gapless {real} instead of 99.0; install the same versions" in capsys.readouterr().err
+
+
+def test_a_pipeline_of_ray_data(address: str, tmp_path: Path, tiny_dir: Path, tiny_llm: LLM) -> None:
+    options = {**CPU, "num_blocks": 64, "max_num_rows": 4, "num_threads": 1}
+    prompts = [f"prompt {number}" for number in range(24)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    ray.init(address=address, log_to_driver=False)
+    try:
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        ray.data.read_json(str(tmp_path / "in.jsonl")).map_batches(
+            Generator,
+            fn_constructor_kwargs={"model": str(tiny_dir), "params": {"max_tokens": 6, "temperature": 0}, **options},
+            batch_size=4,
+            compute=ray.data.ActorPoolStrategy(size=1, max_concurrent_calls_per_actor=4),
+        ).write_parquet(str(tmp_path / "out"))
+    finally:
+        ray.shutdown()
+    found = pq.read_table(tmp_path / "out").to_pylist()
+    wanted = tiny_llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0))
+    assert [(each["prompt"], each["text"]) for each in found] == [
+        (prompt, each.text) for prompt, each in zip(prompts, wanted, strict=True)
+    ]
