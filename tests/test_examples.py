@@ -101,3 +101,9 @@ def call(id: str, arguments: str) -> dict[str, Any]:
 def test_every_example_is_tested_and_short(path: Path) -> None:
     assert f'"{path.name}"' in Path(__file__).read_text(encoding="utf-8")
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 50
+
+
+@pytest.mark.slow
+def test_ray_data(tmp_path: Path) -> None:
+    lines = run_example("ray_data.py", str(write_tiny(tmp_path)))
+    assert len(lines) == len((EXAMPLES / "prompts.jsonl").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""`gapless run --ray` and `gapless.ray.Generator` on a small cluster: the results of one process, whatever dies in between."""
+"""`gapless run --ray` and `Generator` on a small cluster: the results of one process, whatever dies in between."""
 
 from __future__ import annotations
 
