@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import subprocess
@@ -23,6 +24,7 @@ class Task:
     def __init__(self, folder: Path, model: Path, num_lines: int, max_tokens: int) -> None:
         self.prompts, self.wanted, self.out = folder / "in.jsonl", folder / "wanted.jsonl", folder / "out.jsonl"
         self.part = folder / "out.jsonl.part"
+        self.said = folder / "said.txt"
         self.num_lines = num_lines
         dice = random.Random(3)
         with self.prompts.open("w") as file:
@@ -40,7 +42,8 @@ class Task:
 
     def start(self, *more: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "gapless", *self.command(self.out, *more)]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        with self.said.open("ab") as said:  # not a pipe: nobody reads while it runs
+            return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
 
     def num_kept(self) -> int:
         return max(0, self.part.read_bytes().count(b"\n") - 1) if self.part.exists() else 0
@@ -50,12 +53,15 @@ class Task:
         assert self.out.read_bytes() == self.wanted.read_bytes()
 
 
-def replicas() -> list[psutil.Process]:
-    """Processes of replicas, of any cluster on this machine."""
+def replicas(address: str) -> list[psutil.Process]:
+    """Processes of replicas. The cluster stands in the command line of their parent."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if "ray::Replica" in " ".join(process.info["cmdline"] or []):
-            found.append(process)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "ray::Replica" in " ".join(process.cmdline()):
+                parent = process.parent()
+                if parent is not None and any(address in word for word in parent.cmdline()):
+                    found.append(process)
     return found
 
 

@@ -8,6 +8,7 @@ seeds come from the index of a line. So a kill costs time, and neither loses nor
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ PIECES_AHEAD = 12  # with one replica: three batches, so that slow rows of some 
 MOST_ATTEMPTS = 10  # replicas that a piece may take with it before the run ends
 MOST_FAILED_STARTS = 5  # in a row, of replicas that die before they are ready
 POLL_S = 1.0
+LONGEST_REASON = 300  # characters
 PATIENCE_S = 300.0  # without any replica
 log = logging.getLogger(__name__)
 
@@ -151,14 +153,14 @@ class Crew:
         ray.kill(member.actor)  # it may live on behind a broken connection
         self._members.remove(member)
         self.num_lost += 1
-        reason = " ".join(why.split())
-        log.warning("a replica was lost and is replaced: %.300s", reason)
+        reason = _short(why)
+        log.warning("a replica was lost and is replaced: %s", reason)
         if member.facts is None:
             self._num_failed_starts += 1
             if "No module named 'gapless" in why:
                 raise ConfigError("a node of the cluster has no Gapless; install the same version on all nodes")
             if self._num_failed_starts >= MOST_FAILED_STARTS:
-                raise OutputError(f"{MOST_FAILED_STARTS} replicas in a row died before they were ready: {reason:.300}")
+                raise OutputError(f"{MOST_FAILED_STARTS} replicas in a row died before they were ready: {reason}")
         for piece in member.calls.values():
             if piece is not None:
                 self._check_attempts(piece, reason)
@@ -168,4 +170,11 @@ class Crew:
     def _check_attempts(self, piece: WorkPiece, reason: str) -> None:
         if piece.num_attempts >= MOST_ATTEMPTS:
             ids = ", ".join(repr(line.id) for line in piece.lines[:5])
-            raise OutputError(f"{MOST_ATTEMPTS} replicas died with the prompts {ids}: {reason:.300}")
+            raise OutputError(f"{MOST_ATTEMPTS} replicas died with the prompts {ids}: {reason}")
+
+
+def _short(why: str) -> str:
+    """Ray explains a death in many lines; one of them says what died."""
+    text = " ".join(why.split())
+    cause = re.search(r"because (its [^.]*)", text)
+    return cause.group(1) if cause else text.split(". ")[0][:LONGEST_REASON]
