@@ -17,12 +17,12 @@ from math import ceil
 from typing import Any
 
 import gapless
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, OutputError
 
 LOCAL = "local"  # the address of a cluster of our own, on this machine
 NEAREST = "auto"  # a cluster that this machine belongs to
+LONGEST_REASON = 300  # characters of a message of Ray
 CONNECT_S = 10  # how long a cluster may take to answer
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,17 @@ def import_ray() -> Any:
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """A cluster for the length of the block; one is started on this machine if there is none. Raises ConfigError."""
+    """A cluster for the length of the block; one is started on this machine if there is none.
+
+    Raises ConfigError, and OutputError if the cluster fails.
+    """
     _check_address(address)
     ray = import_ray()
     _connect(ray, address)
     try:
         yield
+    except ray.exceptions.RayError as error:
+        raise OutputError(f"the Ray cluster has failed: {' '.join(str(error).split())[:LONGEST_REASON]}") from None
     finally:
         ray.shutdown()
 
@@ -140,8 +145,9 @@ def place(wishes: Wishes) -> Placement:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     total = sum(node["Resources"].get("GPU", 0) for node in nodes)
     per_replica = wishes.gpus_per_replica if wishes.gpus_per_replica is not None else float(total > 0)
+    able = sum(node["Resources"].get("CPU", 0) >= 1 for node in nodes)
     if not per_replica:
-        return Placement(wishes.replicas or len(nodes), 0, 1 if _num_cpus(nodes) else 0)
+        return Placement(wishes.replicas or max(1, able), 0, float(able > 0))
     room = sum(_fits(node["Resources"].get("GPU", 0), per_replica) for node in nodes)
     wanted = wishes.replicas or max(1, room)
     if wanted > room:
@@ -150,11 +156,7 @@ def place(wishes: Wishes) -> Placement:
             f"too few GPUs: {wanted} {'replica needs' if wanted == 1 else 'replicas need'} {per_replica:g} each on one "
             f"node, and the cluster has {total:g} on {len(nodes)} nodes; {instead}"
         )
-    return Placement(wanted, per_replica, 1 if _num_cpus(nodes) else 0)
-
-
-def _num_cpus(nodes: list[Any]) -> float:
-    return float(sum(node["Resources"].get("CPU", 0) for node in nodes))
+    return Placement(wanted, per_replica, float(able > 0))
 
 
 def _fits(gpus: float, per_replica: float) -> int:
