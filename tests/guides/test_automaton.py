@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from typing import Any
@@ -110,6 +111,17 @@ def test_masks_of_choices(vocabulary: Vocabulary, words: Vocabulary) -> None:
     choice = ["yes", "no", "yes please", "nö", 'a"\n']
     for some in (vocabulary, words):
         compare(*both(some, choice=choice), some, seed=3)
+
+
+def test_an_automaton_gives_its_memory_back(words: Vocabulary) -> None:
+    assert words.bytes is not None
+    gc.collect()
+    before = words.bytes.num_state_bytes
+    automaton, _ = both(words, json_schema=PERSON)
+    allowed(automaton.guide(), words)
+    assert words.bytes.num_state_bytes - before == automaton.num_bytes > 0
+    del automaton
+    assert words.bytes.num_state_bytes == before
 
 
 @pytest.mark.parametrize("schema", WITHOUT.values(), ids=WITHOUT)

@@ -57,6 +57,23 @@ def test_only_so_many_are_kept(compiler: Compiler, monkeypatch: pytest.MonkeyPat
     assert start(compiler, regex="b") is not second
 
 
+def test_automata_with_much_memory_are_dropped(
+    compiler: Compiler, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert vocabulary.bytes is not None
+    shapes = [read_structured({"choice": [f"{number}"]}) for number in range(3)]
+    futures = [compiler.start(shape) for shape in shapes]
+    mask = np.empty(vocabulary.num_words, np.int32)
+    for future in futures:
+        future.result(PATIENCE_S).guide().fill(mask)
+    assert compiler.start(shapes[0]) is futures[0]  # used again, so that the second one is the oldest
+    monkeypatch.setattr(module, "MAX_STATE_BYTES", vocabulary.bytes.num_state_bytes - 1)
+    start(compiler, choice=["more"]).result(PATIENCE_S)
+    assert compiler.start(shapes[0]) is futures[0]
+    assert compiler.start(shapes[2]) is futures[2]
+    assert compiler.start(shapes[1]) is not futures[1]
+
+
 def stick(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Sources that begin with "slow" are compiled once the event is set."""
     stuck = threading.Event()

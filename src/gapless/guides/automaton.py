@@ -38,6 +38,12 @@ class ByteVocabulary:
         )
         weakref.finalize(self, self.library.gapless_drop_vocabulary, self.handle).atexit = False
 
+    @property
+    def num_state_bytes(self) -> int:
+        """Memory of the states and masks of all automata."""
+        found: int = self.library.gapless_state_bytes(self.handle)
+        return found
+
 
 class Automaton:
     """A shape, ready for guides."""
@@ -52,6 +58,11 @@ class Automaton:
         make = vocabulary.library.gapless_automaton
         self._handle = make(vocabulary.handle, program.code.ctypes.data, len(program.code))
         weakref.finalize(self, vocabulary.library.gapless_drop_automaton, self._handle).atexit = False
+
+    @property
+    def num_bytes(self) -> int:
+        found: int = self.vocabulary.library.gapless_automaton_bytes(self._handle)
+        return found
 
     def guide(self) -> AutomatonGuide:
         """A guide at the begin of a text."""

@@ -31,6 +31,7 @@ TIME_LIMIT_S = 10.0
 LONGEST_WAIT = 1.5  # times the limit: for a thread that takes the grammar
 MAX_KEPT = 1024  # grammars
 MAX_KEPT_BYTES = 32 * 2**20  # of their sources together
+MAX_STATE_BYTES = 512 * 2**20  # of the states and masks of automata together, which grow while they are used
 
 _stack_lock = threading.Lock()  # the size of the next thread's stack is a setting of the process
 
@@ -40,6 +41,10 @@ class CompiledShape(Protocol):
 
     structured: Structured
     is_spent: bool  # it has reached a limit: compile it again
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its states and masks, as far as it is known."""
 
     def guide(self) -> Guide:
         """A guide at the begin of a text."""
@@ -107,8 +112,21 @@ class Compiler:
         self._kept_bytes += len(structured.text) if structured not in self._kept else 0
         self._kept[structured] = future
         while len(self._kept) > MAX_KEPT or (self._kept_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
-            old, _ = self._kept.popitem(last=False)
-            self._kept_bytes -= len(old.text)
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, structured: Structured) -> None:
+        del self._kept[structured]
+        self._kept_bytes -= len(structured.text)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Drop automata until the kept ones have so much less memory, those first that were used longest ago."""
+        with self._lock:
+            for structured, future in list(self._kept.items()):
+                if num_bytes <= 0:
+                    return
+                if (size := _num_bytes(future)) > 0:
+                    self._drop(structured)
+                    num_bytes -= size
 
     def _add_thread(self) -> None:
         self._num_threads += 1
@@ -150,6 +168,8 @@ class Compiler:
         from gapless.guides.grammar import Grammar
 
         vocabulary = self._loaded()
+        if vocabulary.bytes is not None:
+            self._make_room(vocabulary.bytes.num_state_bytes - MAX_STATE_BYTES)
         found = automaton_of(structured, vocabulary.bytes, vocabulary.num_words)
         return Grammar(structured, vocabulary, self._jobs.put) if found is None else found
 
@@ -181,8 +201,7 @@ class Compiler:
                 return
             with self._lock:
                 if self._kept.get(job.structured) is job.future:
-                    del self._kept[job.structured]
-                    self._kept_bytes -= len(job.structured.text)
+                    self._drop(job.structured)
             refusal = job.structured.refuse("too many others are being compiled; try again later")
             self._settle(job.future, CompilerBusy(str(refusal), refusal.param))
 
@@ -208,3 +227,7 @@ class Compiler:
 
 def _is_spent(future: Future[CompiledShape]) -> bool:
     return future.done() and future.exception() is None and future.result().is_spent
+
+
+def _num_bytes(future: Future[CompiledShape]) -> int:
+    return future.result().num_bytes if future.done() and future.exception() is None else 0

@@ -55,6 +55,7 @@ class Grammar:
         self.structured = structured
         self.num_words = vocabulary.num_words
         self.is_spent = False  # its automaton has reached a limit: compile it again
+        self.num_bytes = 0  # llguidance does not tell
         self._tokenizer = vocabulary.tokenizer
         self._source = source_of(structured, vocabulary)
         self._in_background = in_background

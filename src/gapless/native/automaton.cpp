@@ -5,6 +5,7 @@
 // into the room that is left are known beforehand. Owns vocabularies, automata and walkers; knows no schemas.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <compare>
 #include <cstring>
 #include <map>
@@ -145,6 +146,8 @@ struct Vocabulary {
     std::vector<std::vector<uint32_t>> within;      // masks of the tokens with at most so many letters
     Trie whole, rest;                               // rest: without tokens of plain letters
     int most_commas = 0;
+    // About what states and masks of all its automata take. They have a share in it: any of them may be dropped last.
+    const std::shared_ptr<std::atomic<int64_t>> num_state_bytes = std::make_shared<std::atomic<int64_t>>(0);
     Team team;
     std::mutex working;  // held by who has the team
 };
@@ -169,9 +172,12 @@ struct State {
 class Automaton {
   public:
     Automaton(Vocabulary& vocabulary, const Instruction* program, int size)
-        : vocabulary(vocabulary), far(vocabulary.most_commas + 1), program_(program, program + size) {
+        : vocabulary(vocabulary), far(vocabulary.most_commas + 1), program_(program, program + size),
+          all_bytes_(vocabulary.num_state_bytes) {
         sort_bytes();
     }
+
+    ~Automaton() { *all_bytes_ -= num_bytes; }
 
     // The state of these items, or -1 where there is no room for more.
     int state(std::vector<Item> items, int left) {
@@ -187,6 +193,7 @@ class Automaton {
         made->left = left;
         made->next.assign(num_kinds_, UNKNOWN);
         for (const Item& item : items) made->accepts |= program_[item.pc].op == MATCH;
+        grow(sizeof(State) + num_kinds_ * sizeof(int32_t) + 2 * items.size() * sizeof(Item));
         made->items = std::move(items);
         states_.push_back(std::move(made));
         return states_.size() - 1;
@@ -241,9 +248,12 @@ class Automaton {
     Vocabulary& vocabulary;
     const int far;
     bool is_full = false;
+    std::atomic<int64_t> num_bytes{0};  // about
     std::mutex lock;
 
   private:
+    void grow(int64_t size) { num_bytes += size, *all_bytes_ += size; }
+
     // Bytes that no instruction tells apart are of one kind.
     void sort_bytes() {
         std::map<std::vector<int>, int> numbers;
@@ -385,6 +395,7 @@ class Automaton {
             if (!is_dead && node.token >= 0) found->second.push_back({node.token, place.letters, place.state != DEAD});
             i = is_dead ? node.end : i + 1;
         }
+        grow(found->second.capacity() * sizeof(Brought));
         return found->second;
     }
 
@@ -394,14 +405,17 @@ class Automaton {
         state.has_mask = true;
         if (state.base == nullptr && 2 * count >= mask.size()) {
             state.mask = std::move(mask);
+            grow(state.mask.size() * sizeof(uint32_t));
             return;
         }
         state.extra.reserve(count);
+        grow(count * sizeof(state.extra[0]));
         for (size_t i = 0; i < mask.size(); i++)
             if (mask[i] != 0) state.extra.push_back({(uint32_t)i, mask[i]});
     }
 
     const std::vector<Instruction> program_;
+    const std::shared_ptr<std::atomic<int64_t>> all_bytes_;
     std::array<uint8_t, 256> kinds_;
     int num_kinds_ = 0;
     std::vector<std::unique_ptr<State>> states_;
@@ -482,6 +496,9 @@ Walker* gapless_walker(Automaton* automaton, int64_t fewest) {
     const std::lock_guard<std::mutex> hold(automaton->lock);
     return new Walker(*automaton, fewest);
 }
+
+int64_t gapless_automaton_bytes(const Automaton* automaton) { return automaton->num_bytes; }
+int64_t gapless_state_bytes(const Vocabulary* vocabulary) { return *vocabulary->num_state_bytes; }
 
 void gapless_drop_vocabulary(Vocabulary* vocabulary) { delete vocabulary; }
 void gapless_drop_automaton(Automaton* automaton) { delete automaton; }

@@ -113,6 +113,8 @@ AUTOMATON_SIGNATURES: Signatures = {
     "gapless_walker": (c_void_p, [c_void_p, c_int64]),
     "gapless_advance": (None, [c_void_p, c_void_p, c_int32, c_void_p]),
     "gapless_fill": (None, [c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_void_p]),
+    "gapless_automaton_bytes": (c_int64, [c_void_p]),
+    "gapless_state_bytes": (c_int64, [c_void_p]),
     "gapless_drop_vocabulary": (None, [c_void_p]),
     "gapless_drop_automaton": (None, [c_void_p]),
     "gapless_drop_walker": (None, [c_void_p]),
