@@ -9,10 +9,10 @@ from gapless.server.generation import Choice
 from gapless.server.protocol import StreamOptions
 from gapless.text.reasoning import ReasoningCount
 
-Counts = Sequence[ReasoningCount | None]  # one a choice; None for one without reasoning
+ReasoningCounts = Sequence[ReasoningCount | None]  # one a choice; None for one without reasoning
 
 
-def usage(choices: Sequence[Choice], counts: Counts | None = None) -> dict[str, Any]:
+def usage(choices: Sequence[Choice], counts: ReasoningCounts | None = None) -> dict[str, Any]:
     """Of an answer so far. A prompt that several choices share counts once. counts: of the reasoning of chats."""
     prompts = {id(choice.flight.prompt): choice.flight for choice in choices}
     num_prompt = sum(len(flight.prompt) for flight in prompts.values())
@@ -36,7 +36,9 @@ def num_reasoning_tokens(choice: Choice, count: ReasoningCount | None) -> int:
 class StreamUsage:
     """Where in a stream a client wants its usage: at the end, or in each chunk."""
 
-    def __init__(self, options: StreamOptions | None, choices: Sequence[Choice], counts: Counts | None = None) -> None:
+    def __init__(
+        self, options: StreamOptions | None, choices: Sequence[Choice], counts: ReasoningCounts | None = None
+    ) -> None:
         self._choices = choices
         self._counts = counts
         self._in_each = options is not None and bool(options.continuous_usage_stats)
