@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 
 from family_cases import LENGTHS, MAX_LENGTH, NUM_STEPS, Case, check, random_tokens, save_hf
 from gapless import LLM, SamplingParams
-from gapless.errors import UnsupportedModel
+from gapless.errors import CorruptModel, UnsupportedModel
+from gapless.models import transformers_attention
 from gapless.models.spec import Feature
+from gapless.proof.general_table import WRONG, outcomes, page_with, table
 from general_cases import FAST
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch_tokens": 16, "max_model_len": MAX_LENGTH}
@@ -46,6 +49,41 @@ def test_a_cached_prefix_changes_nothing(case: Case) -> None:
         first, again = (llm.generate([prompt], params)[0] for _ in range(2))
     assert again.num_cached_tokens > 0
     assert first.token_ids == again.token_ids
+
+
+@pytest.mark.slow
+def test_every_decoder_of_transformers_is_in_the_table() -> None:
+    """None gives wrong tokens, and the page says what runs."""
+    found = outcomes()
+    assert WRONG not in found.values()
+    page = Path(__file__, "../../../docs/models.md").resolve().read_text()
+    assert page_with(page, table(found)) == page
+
+
+def test_a_model_that_differs_with_our_attention_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales that the description gets wrong show in the logits once the weights are there."""
+    make_case(tmp_path, **FAST["stablelm"])
+    monkeypatch.setattr(transformers_attention, "_scale", lambda q, scale: 3.0)
+    with pytest.raises(UnsupportedModel, match="with our attention its logits differ"):
+        LLM(tmp_path, **OPTIONS)
+
+
+def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    make_case(tmp_path, **FAST["stablelm"])
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CorruptModel, match=r"missing weights: model\.layers\.1\.mlp\.up_proj\.weight"):
+        LLM(tmp_path, **OPTIONS)
+
+
+def test_without_transformers_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_case(tmp_path, **FAST["stablelm"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedModel, match=r"StableLmForCausalLM is not supported.* need the package transformers"):
+        LLM(tmp_path, **OPTIONS)
 
 
 def test_recurrent_models_are_refused(tmp_path: Path) -> None:

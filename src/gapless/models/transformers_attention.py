@@ -95,12 +95,16 @@ def _spec(module: nn.Module, q: Tensor, k: Tensor, mask: Any, extra: Mapping[str
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         head_dim=q.shape[3],
-        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+        scale=_scale(q, scale),
         rope=None,  # heads come rotated
         window=extra.get("sliding_window") if mask is None else mask.gapless_window,
         soft_cap=None if cap is None else float(cap),
         sinks=extra.get("s_aux") is not None,
     )
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return float(q.shape[3] ** -0.5 if scale is None else scale)
 
 
 def _noted_mask(
