@@ -134,6 +134,18 @@ def test_time_spent_waiting_is_not_time_to_compile(vocabulary: Vocabulary, monke
     compiler.close()
 
 
+def test_time_to_load_is_not_time_to_compile(vocabulary: Vocabulary) -> None:
+    """The first grammar of a process may wait for a library that is built; that is not its fault."""
+
+    def load() -> Vocabulary:
+        time.sleep(0.9)  # longer than it may compile, and than it may wait
+        return vocabulary
+
+    compiler = Compiler(load, time_limit_s=0.5)
+    assert start(compiler, regex="a").result(PATIENCE_S)
+    compiler.close()
+
+
 def test_more_matchers_keep_nobody_waiting(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are compiled one at a time, and not at all where one takes long."""
     monkeypatch.setattr(grammar_module, "MAX_MATCHERS", 4)

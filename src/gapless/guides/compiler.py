@@ -3,7 +3,8 @@
 A few threads of its own do the work; llguidance holds no interpreter lock meanwhile. They have deep stacks, because
 native code that recurses into a long chain of rules would otherwise end the process. A thread that is stuck in native
 code cannot be stopped: whoever waits for it is refused after a time limit, and a new thread takes its place. The limit
-counts from where a thread begins. A grammar that no thread takes in time is refused too, but may be tried again.
+counts from where a thread begins with the grammar: the vocabulary is loaded, and the library of automata built, before.
+A grammar that no thread takes in time is refused too, but may be tried again.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from gapless.core.guide import Guide
 from gapless.core.structured import Structured
 from gapless.errors import CompilerBusy, InvalidRequest
+from gapless.guides.deadlines import Deadlines
 
 if TYPE_CHECKING:
     from gapless.guides.vocabulary import Vocabulary
@@ -74,6 +77,7 @@ class Compiler:
         self._kept: OrderedDict[Structured, Future[CompiledShape]] = OrderedDict()  # the last used at the end
         self._kept_bytes = 0
         self._num_threads = 0
+        self._deadlines = Deadlines()
         self.num_compiled = 0
 
     def start(self, structured: Structured) -> Future[CompiledShape]:
@@ -89,7 +93,7 @@ class Compiler:
             if self._num_threads < NUM_THREADS:
                 self._add_thread()
         job = _Job(structured, future)
-        self._after(LONGEST_WAIT * self._time_limit_s, self._give_up_waiting, job)
+        self._limit_wait(job)
         self._jobs.put(job)
         return future
 
@@ -107,6 +111,7 @@ class Compiler:
         with self._lock:
             for _ in range(self._num_threads):
                 self._jobs.put(None)
+        self._deadlines.close()
 
     def _keep(self, structured: Structured, future: Future[CompiledShape]) -> None:
         self._kept_bytes += len(structured.text) if structured not in self._kept else 0
@@ -143,24 +148,33 @@ class Compiler:
                 with contextlib.suppress(InvalidRequest):  # it compiled before; the grammar goes on with what it has
                     job()
                 continue
-            if self._begin(job) and not self._settle(job.future, self._result(job.structured)) and self._may_leave():
+            if not (self._is_ready(job) and self._begin(job)):
+                continue
+            if not self._settle(job.future, self._result(job.structured)) and self._may_leave():
                 return
+
+    def _is_ready(self, job: _Job) -> bool:
+        """Load what all grammars need. False if that fails; those who wait are told then."""
+        try:
+            self._loaded()
+        except Exception as error:
+            self._settle(job.future, _refusal(job.structured, error))
+            return False
+        return True
 
     def _begin(self, job: _Job) -> bool:
         """From now on it has the time limit to itself. False if it was refused while it waited."""
         with self._settle_lock:
             job.has_begun = not job.future.done()
         if job.has_begun:
-            self._after(self._time_limit_s, self._give_up, job)
+            self._deadlines.add(self._time_limit_s, job.future, partial(self._give_up, job))
         return job.has_begun
 
     def _result(self, structured: Structured) -> CompiledShape | InvalidRequest:
         try:
             return self._compile(structured)
-        except InvalidRequest as refusal:
-            return refusal
         except Exception as error:
-            return structured.refuse(f"{type(error).__name__}: {error}")
+            return _refusal(structured, error)
 
     def _compile(self, structured: Structured) -> CompiledShape:
         """The libraries are loaded here: an engine that is never asked for a shape does without them."""
@@ -188,14 +202,15 @@ class Compiler:
                 _ = self._vocabulary.bytes  # made once too, under this lock
             return self._vocabulary
 
-    def _after(self, seconds: float, give_up: Callable[[_Job], None], job: _Job) -> None:
-        timer = threading.Timer(seconds, give_up, (job,))
-        timer.daemon = True
-        job.future.add_done_callback(lambda _: timer.cancel())
-        timer.start()
+    def _limit_wait(self, job: _Job) -> None:
+        seconds = LONGEST_WAIT * self._time_limit_s
+        self._deadlines.add(seconds, job.future, partial(self._give_up_waiting, job))
 
     def _give_up_waiting(self, job: _Job) -> None:
         """Others took all the time: this says nothing about the grammar, so that the refusal is not kept."""
+        if self._vocabulary_lock.locked():  # what all wait for is being loaded, which has a time limit of its own
+            self._limit_wait(job)
+            return
         with self._settle_lock:
             if job.has_begun:
                 return
@@ -223,6 +238,10 @@ class Compiler:
                 self.num_compiled += 1
                 future.set_result(found)
         return True
+
+
+def _refusal(structured: Structured, error: Exception) -> InvalidRequest:
+    return error if isinstance(error, InvalidRequest) else structured.refuse(f"{type(error).__name__}: {error}")
 
 
 def _is_spent(future: Future[CompiledShape]) -> bool:
