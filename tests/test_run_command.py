@@ -168,11 +168,11 @@ def test_errors_are_beside_the_results_and_run_alone(bench: Bench, capsys: pytes
     """A prompt fails in the first run only; the second runs it and nothing else."""
     real, asked = line_work.prepare, list[Any]()
 
-    def refuse(llm: Any, line: Any, sampling: Any) -> Any:
+    def refuse(llm: Any, dialect: Any, line: Any, sampling: Any) -> Any:
         asked.append(line.id)
         if line.id == 3 and asked.count(3) == 1:
             raise InvalidRequest("not now")
-        return real(llm, line, sampling)
+        return real(llm, dialect, line, sampling)
 
     errors = bench.out.with_name("out.errors.jsonl")
     with patch.object(line_work, "prepare", refuse):
@@ -213,10 +213,10 @@ def test_a_retry_that_heals_every_error_succeeds(bench: Bench) -> None:
     bench.prompts.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in "abc"))
     real = line_work.prepare
 
-    def refuse(llm: Any, line: Any, sampling: Any) -> Any:
+    def refuse(llm: Any, dialect: Any, line: Any, sampling: Any) -> Any:
         if line.index == 1:
             raise InvalidRequest("not now")
-        return real(llm, line, sampling)
+        return real(llm, dialect, line, sampling)
 
     with patch.object(line_work, "prepare", refuse):
         assert bench.run() == 1

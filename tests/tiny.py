@@ -33,6 +33,13 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}|{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+TOOL_TEMPLATE = (
+    "{% for t in tools or [] %}<tool_call>{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}|"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+END = "</s>"  # the end token of the model that calls tools
 COUNT = 20  # tokens to ask for, unless said otherwise
 PROMPTS = [
     "Hello, world",
@@ -83,6 +90,19 @@ def write_tiny(directory: Path, **changes: Any) -> Path:
     backend.save(str(directory / "tokenizer.json"))
     settings = {"chat_template": CHAT_TEMPLATE, "eos_token": ALPHABET[EOS]}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def write_tool_model(directory: Path, max_len: int) -> Path:
+    """A model whose template tells of tools in the way of Hermes, and whose texts may have line ends."""
+    write_tiny(directory, max_position_embeddings=max_len)
+    words = {END: EOS, **{char: id for id, char in enumerate(ALPHABET[1:-1], 1)}, "\n": len(ALPHABET) - 1}
+    backend = Tokenizer(models.WordLevel(words, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([END])
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TOOL_TEMPLATE, "eos_token": END}))
     return directory
 
 

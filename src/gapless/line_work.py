@@ -43,7 +43,7 @@ class LineWork:
             try:
                 if isinstance(line, BadLine):
                     raise InvalidRequest(line.error)
-                job = prepare(self._llm, line, self._sampling)
+                job = prepare(self._llm, self._dialect, line, self._sampling)
             except InvalidRequest as error:
                 keep(line, self._dialect.error(line, str(error)), 0)
                 continue
@@ -51,11 +51,9 @@ class LineWork:
             yield line.index, job
 
 
-def prepare(llm: LLM, line: Line, sampling: Mapping[str, Any]) -> Job:
+def prepare(llm: LLM, dialect: Dialect, line: Line, sampling: Mapping[str, Any]) -> Job:
     """A job for a line of a prompt file. Raises InvalidRequest."""
     params = SamplingParams.from_dict({**line.defaults, **sampling, **line.params})
     if params.seed is None:  # from the line, not from when it runs: an interrupted run goes on with the same draws
         params = dataclasses.replace(params, seed=derive_seed(llm.engine.options.seed, line.index))
-    if line.messages is not None:
-        return llm.prepare_chat(line.messages, params, **line.template)
-    return llm.prepare(line.prompt, params)
+    return dialect.job(llm, line, params)

@@ -136,9 +136,9 @@ class LLM:
         """Requests that may be with the engine at the same time."""
         return QUEUED_AHEAD * self.engine.resolved.limits.num_rows
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Job:
-        """A job for `run`. Raises InvalidRequest."""
-        return self._client.prepare(self._encode(prompt), check_params(params), streams=False)
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None, *, shown_ids: Collection[int] = ()) -> Job:
+        """A job for `run`. Raises InvalidRequest. shown_ids: special tokens that are part of the text."""
+        return self._client.prepare(self._encode(prompt), check_params(params), streams=False, shown_ids=shown_ids)
 
     def prepare_chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **values: Any) -> Job:
         """A job for `run`. `values` are for the chat template. Raises InvalidRequest."""

@@ -10,16 +10,9 @@ import jsonschema
 import openai
 import pytest
 from servers import MAX_LEN, Server, running
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tiny import ALPHABET, EOS, write_tiny
+from tiny import write_tool_model
 
-TEMPLATE = (
-    "{% for t in tools or [] %}<tool_call>{{ t.function.name }}{% endfor %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}|"
-    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-)
 CITY = {
     "type": "object",
     "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -31,21 +24,13 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "stop"}},
 ]
 FLAT: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
-END = "</s>"
 TALK: Any = [{"role": "user", "content": "What is the weather?"}]
 SAID: Any = {"structured_outputs": {"choice": ['Hm. <tool_call>{"name": "stop", "arguments": {"a": 1}}</tool_call>']}}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = write_tiny(tmp_path_factory.mktemp("tools"), max_position_embeddings=MAX_LEN)
-    words = {END: EOS, **{char: id for id, char in enumerate(ALPHABET[1:-1], 1)}, "\n": len(ALPHABET) - 1}
-    backend = Tokenizer(models.WordLevel(words, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([END])
-    backend.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": END}))
+    directory = write_tool_model(tmp_path_factory.mktemp("tools"), MAX_LEN)
     with running(tmp_path_factory.mktemp("log") / "log.jsonl", directory, "--served-model-name", "tiny") as found:
         yield found
 

@@ -14,6 +14,7 @@ from gapless.config import EngineOptions
 from gapless.core.params import SamplingParams
 from gapless.errors import InvalidRequest
 from gapless.formats.base import Line
+from gapless.formats.plain import PlainRows
 from gapless.garbage import heap_frozen
 from gapless.line_work import prepare
 from gapless.llm import LLM
@@ -75,7 +76,7 @@ def record_all(
 
 def _record(options: EngineOptions, lines: Sequence[Line], sampling: Mapping[str, Any]) -> Recorded:
     with LLM(**dataclasses.asdict(options)) as llm, progress_bar("generating", len(lines), "prompt") as bar:
-        jobs = [(line.index, prepare(llm, line, sampling)) for line in lines]
+        jobs = [(line.index, prepare(llm, PlainRows(), line, sampling)) for line in lines]
         llm.generate([0], WARM_UP)  # what only a first step pays is not traced
         meter = OverlapMeter(llm.engine.monitor)
         tokens, errors, is_whole = {}, {}, False

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
 from gapless.part_file import Record
 
 if TYPE_CHECKING:  # it would load torch
-    from gapless.client import Completion
+    from gapless.client import Completion, Job
+    from gapless.core.params import SamplingParams
+    from gapless.llm import LLM
     from gapless.text.tokenizer import Tokenizer
 
 Kind = Literal["text", "number", "ids", "json"]
@@ -77,6 +79,9 @@ class Dialect(Protocol):
     has_unique_ids: bool  # a row whose id stands in an earlier row is refused
 
     def parse(self, row: Row, index: int) -> Line | BadLine: ...
+
+    def job(self, llm: LLM, line: Line, params: SamplingParams) -> Job:
+        """The line as work for the model. Raises InvalidRequest."""
 
     def result(self, line: Line, completion: Completion, tokenizer: Tokenizer | None) -> Record:
         """The record of a prompt that ran."""

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from gapless.errors import InvalidRequest
 from gapless.formats.base import BadLine, Columns, Line, Row
+from gapless.formats.batch_chats import BatchChats, num_reasoning_tokens, tell_reply
 from gapless.part_file import Record
 from gapless.server.completions import DEFAULT_MAX_TOKENS
 from gapless.server.conversation import chat_talk
@@ -36,13 +37,16 @@ from gapless.server.service import SHARED
 from gapless.server.shapes import shape_of
 
 if TYPE_CHECKING:  # it would load torch
-    from gapless.client import Completion
+    from gapless.client import Completion, Job
+    from gapless.core.params import SamplingParams
+    from gapless.llm import LLM
+    from gapless.server.replies import ReplyPlan
     from gapless.text.tokenizer import Tokenizer
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FIELDS = ("custom_id", "method", "url", "body")
 COLUMNS: Columns = {"id": "text", "custom_id": "text", "response": "json", "error": "json"}
-NOT_IN_FILES = ("stream", "stream_options", "echo", "timeout", "tools")  # of a body
+NOT_IN_FILES = ("stream", "stream_options", "echo", "timeout")  # of a body
 BatchBody = ChatRequest | CompletionRequest
 
 
@@ -57,6 +61,7 @@ class BatchRows:
         self._names = names  # of the model, in bodies
         self._run = run
         self._texts: dict[bool, TokenTexts] = {}
+        self._chats = BatchChats()
 
     def parse(self, row: Row, index: int) -> Line | BadLine:
         value = row.value if isinstance(row.value, Mapping) else {}
@@ -96,8 +101,6 @@ class BatchRows:
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise InvalidRequest("body.max_tokens and max_completion_tokens differ; give one")
         talk = chat_talk(body.messages, "")
-        if any("tool_calls" in message or message["role"] == "tool" for message in talk):
-            raise InvalidRequest("body.messages has calls of tools, which files cannot have")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = _params(body) | _given(logprobs=logprobs, max_tokens=body.max_completion_tokens or body.max_tokens)
         defaults = {"max_tokens": ServerOptions().default_limit}
@@ -112,22 +115,31 @@ class BatchRows:
             raise InvalidRequest(f"body.model: this run has {known}, not {body.model!r}; see --served-model-name")
         refuse_unsupported(body)
 
+    def job(self, llm: LLM, line: Line, params: SamplingParams) -> Job:
+        body: BatchBody = line.origin
+        if isinstance(body, ChatRequest):
+            return self._chats.job(llm, line, body, params)
+        return llm.prepare(line.prompt, params)
+
     # -- results -----------------------------------------------------------------------------------------------------
 
     def result(self, line: Line, completion: Completion, tokenizer: Tokenizer | None) -> Record:
+        body: BatchBody = line.origin
+        plan = self._chats.take(line) if isinstance(body, ChatRequest) else None
         if completion.failure is not None:
             return self._failed(line, 500, completion.failure)
-        body: BatchBody = line.origin
         texts = self._token_texts(tokenizer, by_id=bool(body.return_tokens_as_token_ids))
-        is_chat = isinstance(body, ChatRequest)
         told: dict[str, Any] = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._run}{line.index:08x}",
-            "object": "chat.completion" if is_chat else "text_completion",
+            "id": f"{'cmpl' if plan is None else 'chatcmpl'}-{self._run}{line.index:08x}",
+            "object": "text_completion" if plan is None else "chat.completion",
             "created": int(time.time()),
             "model": body.model or next(iter(self._names)),
-            "choices": [_choice(number, each, body, texts) for number, each in enumerate(completion.choices)],
+            "choices": [_choice(number, each, body, texts, plan) for number, each in enumerate(completion.choices)],
             "usage": _usage(completion),
         }
+        if plan is not None:
+            num_reasoning = num_reasoning_tokens(plan, completion, tokenizer)
+            told["usage"]["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         if body.prompt_logprobs is not None:
             packed = [pack_scores(completion.prompt_logprobs or ())]
             told["prompt_logprobs"] = asyncio.run(tell_prompt_logprobs(texts, packed, body.prompt_logprobs))
@@ -209,13 +221,14 @@ def _template(body: ChatRequest) -> dict[str, Any]:
     )
 
 
-def _choice(number: int, choice: Completion, body: BatchBody, texts: TokenTexts) -> dict[str, Any]:
-    told: dict[str, Any] = {"index": number}
-    if isinstance(body, ChatRequest):
-        told["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+def _choice(
+    number: int, choice: Completion, body: BatchBody, texts: TokenTexts, plan: ReplyPlan | None
+) -> dict[str, Any]:
+    told: dict[str, Any] = {"index": number, "logprobs": _logprobs(choice, body, texts)}
+    if plan is None:
+        told |= {"text": choice.text, "finish_reason": choice.finish_reason}
     else:
-        told["text"] = choice.text
-    told |= {"logprobs": _logprobs(choice, body, texts), "finish_reason": choice.finish_reason}
+        told |= tell_reply(plan, choice)
     return told | {"token_ids": list(choice.token_ids)} if body.return_token_ids else told
 
 

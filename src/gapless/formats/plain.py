@@ -9,7 +9,9 @@ from gapless.formats.base import BadLine, Columns, Line, Row
 from gapless.part_file import Record
 
 if TYPE_CHECKING:  # it would load torch
-    from gapless.client import Completion
+    from gapless.client import Completion, Job
+    from gapless.core.params import SamplingParams
+    from gapless.llm import LLM
     from gapless.text.tokenizer import Tokenizer
 
 COLUMNS: Columns = {
@@ -50,6 +52,11 @@ class PlainRows:
         if ("prompt" in value) == ("messages" in value):
             return BadLine(index, name, f"{row.place}: needs either 'prompt' or 'messages'")
         return Line(index, name, value.pop("prompt", None), value.pop("messages", None), value)
+
+    def job(self, llm: LLM, line: Line, params: SamplingParams) -> Job:
+        if line.messages is not None:
+            return llm.prepare_chat(line.messages, params, **line.template)
+        return llm.prepare(line.prompt, params)
 
     def result(self, line: Line, completion: Completion, tokenizer: Tokenizer | None) -> Record:
         """If one of its choices failed, the prompt failed.

@@ -15,7 +15,7 @@ from gapless.server.conversation import Talk, chat_talk
 from gapless.server.errors import ApiError, refused
 from gapless.server.protocol import MessageBody
 from gapless.server.render_pool import RenderPool
-from gapless.server.replies import ReplyPlan
+from gapless.server.replies import ReplyPlan, ReplyPlanner
 from gapless.server.tools import Toolbox
 from gapless.text.control import LONG_TEXT
 from gapless.text.conversation import ChatEncoder, Versions
@@ -49,10 +49,9 @@ class PromptWriter:
     ) -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
-        self._reply = reply
+        self._replies = ReplyPlanner(tokenizer, reply) if tokenizer is not None and reply is not None else None
         self._most = most  # tokens that a prompt may have; raises ApiError while that is not known
         self._chats = ChatEncoder(tokenizer, allow_special_tokens=allow_special_tokens) if tokenizer else None
-        self._shown: dict[bool, frozenset[int]] = {}
         self._huge_texts = asyncio.Semaphore(NUM_HUGE_TEXTS)
 
     @property
@@ -65,9 +64,13 @@ class PromptWriter:
     @property
     def reply(self) -> ReplyFormat:
         """The form of the model's replies. Raises ApiError if there is no tokenizer."""
+        return self._planner.format
+
+    @property
+    def _planner(self) -> ReplyPlanner:
         assert self.tokenizer is not None
-        assert self._reply is not None
-        return self._reply
+        assert self._replies is not None
+        return self._replies
 
     @property
     def template(self) -> str:
@@ -118,15 +121,7 @@ class PromptWriter:
         self, toolbox: Toolbox, prompt: Sequence[int], *, begun: str = "", shows_reasoning: bool = True
     ) -> ReplyPlan:
         """How to read the replies to a prompt. begun: the part of the reply that the prompt has already."""
-        is_reasoning = self.reply.is_reasoning(self.tokenizer, prompt, begun)
-        shown = self._shown_ids(bool(toolbox.offered))
-        return ReplyPlan(self.reply, toolbox, shown, is_reasoning, shows_reasoning)
-
-    def _shown_ids(self, with_tools: bool) -> frozenset[int]:
-        """Special tokens that belong to the text of replies; looked up once, because some models have thousands."""
-        if with_tools not in self._shown:
-            self._shown[with_tools] = self.reply.shown_ids(self.tokenizer, with_tools=with_tools)
-        return self._shown[with_tools]
+        return self._planner.plan(toolbox, prompt, begun=begun, shows_reasoning=shows_reasoning)
 
     async def encode_chat(
         self,

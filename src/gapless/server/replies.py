@@ -1,12 +1,12 @@
 """Replies on the wire of chats: messages, and chunks of them. Parts of a reply in, JSON objects out.
 
-`ReplyPlan` says how the text of a reply is to be read. Knows no HTTP.
+`ReplyPlan` says how the text of a reply is to be read; `ReplyPlanner` makes it. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,14 +50,49 @@ class ReplyPlan:
 
     async def read(self, text: str) -> WholeReply:
         """A whole text. A long one is read in pieces, so that others have their turn."""
-        parser, reply = self.parser(), WholeReply()
+        reply = WholeReply()
+        for _ in self._read(text, reply):
+            await asyncio.sleep(0)
+        return reply
+
+    def read_at_once(self, text: str) -> WholeReply:
+        """A whole text, where nobody else waits."""
+        reply = WholeReply()
+        for _ in self._read(text, reply):
+            pass
+        return reply
+
+    def _read(self, text: str, reply: WholeReply) -> Iterator[None]:
+        """Read a piece at a time."""
+        parser = self.parser()
         for start in range(0, len(text), AT_ONCE):
             reply.add(parser.push(text[start : start + AT_ONCE]))
-            await asyncio.sleep(0)
+            yield
         reply.add(parser.finish())
         if not self.shows_reasoning:
             reply.reasoning = ""
-        return reply
+
+
+class ReplyPlanner:
+    """Plans for the replies of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, format: ReplyFormat) -> None:
+        self.format = format
+        self._tokenizer = tokenizer
+        self._shown: dict[bool, frozenset[int]] = {}
+
+    def plan(
+        self, toolbox: Toolbox, prompt: Sequence[int], *, begun: str = "", shows_reasoning: bool = True
+    ) -> ReplyPlan:
+        """How to read the replies to a prompt. begun: the part of the reply that the prompt has already."""
+        is_reasoning = self.format.is_reasoning(self._tokenizer, prompt, begun)
+        return ReplyPlan(self.format, toolbox, self._shown_ids(bool(toolbox.offered)), is_reasoning, shows_reasoning)
+
+    def _shown_ids(self, with_tools: bool) -> frozenset[int]:
+        """Special tokens that belong to the text of replies; looked up once, because some models have thousands."""
+        if with_tools not in self._shown:
+            self._shown[with_tools] = self.format.shown_ids(self._tokenizer, with_tools=with_tools)
+        return self._shown[with_tools]
 
 
 class ReplyStream:
