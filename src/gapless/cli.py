@@ -237,6 +237,11 @@ def _add_benchmarks(commands: Any) -> None:
 
     add_step_options(steps)
     add_engine_options(steps, without=("trace", "record"))
+    checked = _command(kinds, "sim", "compare gapless sim with a real run of the same trace", _bench_sim)
+    from gapless.bench.sim_check import add_arguments as add_sim_check_options
+
+    add_sim_check_options(checked)
+    add_engine_options(checked, without=("trace", "record"))
 
 
 def _command(group: Any, name: str, text: str, handler: Callable[[Any], int]) -> argparse.ArgumentParser:
@@ -411,6 +416,12 @@ def _bench_structured(args: argparse.Namespace) -> int:
 
 def _bench_steps(args: argparse.Namespace) -> int:
     from gapless.bench.steps import main as bench
+
+    return bench(args, engine_options(args))
+
+
+def _bench_sim(args: argparse.Namespace) -> int:
+    from gapless.bench.sim_check import main as bench
 
     return bench(args, engine_options(args))
 

@@ -17,10 +17,12 @@ from gapless.core.plan import Plan
 from gapless.core.scheduler import Scheduler
 from gapless.garbage import heap_frozen
 from gapless.llm import LLM
+from gapless.pipeline.engine import Engine
 from gapless.progress import progress_bar
 from gapless.sim.arrivals import Arrival
 from gapless.sim.costs import MeasuredStep, StepFile, StepShape, shape_of
 
+MOST_OUTPUT = 24  # tokens of a measured request
 WARM_UP = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
 
@@ -34,6 +36,13 @@ class StepMeter(Pace):
         self._rows = scheduler.rows
         self._shapes: dict[int, tuple[StepShape, float]] = {}
         self._ended_s = -math.inf
+
+    @classmethod
+    def of(cls, engine: Engine) -> StepMeter:
+        """Measures all steps of the engine from now on. Only while it has no requests."""
+        meter = cls(engine._scheduler)
+        engine._scheduler.pace = meter
+        return meter
 
     def begin(self, plan: Plan) -> None:
         super().begin(plan)
@@ -49,22 +58,31 @@ class StepMeter(Pace):
             self.steps.append(MeasuredStep(shape, seconds))
 
 
-def measure_steps(llm: LLM, rounds: int, longest: int | None = None) -> StepFile:
-    """Run batches of growing size at several lengths, some of which arrive while others decode."""
-    engine = llm.engine
-    limits = engine.resolved.limits
-    longest = min(longest or limits.max_model_len // 8, limits.max_model_len - 64)
+def warm_up(llm: LLM) -> None:
+    """What only a first step pays is not measured."""
     llm.generate([[1]], WARM_UP)
-    meter = StepMeter(engine._scheduler)
-    engine._scheduler.pace = meter
-    jobs = [batch for number in range(rounds) for batch in batches(limits.num_rows, longest, number)]
+
+
+def measure_steps(llm: LLM, rounds: int, longest: int | None = None) -> StepFile:
+    """Warm up, calibrate, and return what was measured with the engine's own limits."""
+    engine = llm.engine
+    warm_up(llm)
+    meter = StepMeter.of(engine)
+    calibrate(engine, rounds, longest or engine.resolved.limits.max_model_len // 8)
+    name = f"{engine.options.model} on {engine.resolved.device_name}"
+    return StepFile(engine.resolved.limits, int(engine.options.depth), name, tuple(meter.steps))
+
+
+def calibrate(engine: Engine, rounds: int, longest: int, seed: int = 0) -> None:
+    """Run batches of growing size at several lengths, some of which are fed while others decode."""
+    limits = engine.resolved.limits
+    longest = max(min(longest, limits.max_model_len - MOST_OUTPUT), 1)
+    numbers = range(seed * rounds, (seed + 1) * rounds)
+    jobs = [batch for number in numbers for batch in batches(limits.num_rows, longest, number)]
     with progress_bar("measuring", len(jobs), "batch") as bar, heap_frozen():
         for number, batch in enumerate(jobs):
-            replay(engine, batch, number + 1)
+            replay(engine, batch, 1 + 100 * seed + number)
             bar.advance(1)
-    depth = int(engine.options.depth)
-    name = f"{engine.options.model} on {engine.resolved.device_name}"
-    return StepFile(limits, depth, name, tuple(meter.steps))
 
 
 def batches(num_rows: int, longest: int, seed: int) -> list[list[Arrival]]:
@@ -74,6 +92,6 @@ def batches(num_rows: int, longest: int, seed: int) -> list[list[Arrival]]:
     found = []
     for size in dict.fromkeys(sizes):
         lengths = [max(int(longest * draw.random() ** 2), 1) for _ in range(size + size // 2)]
-        found.append([Arrival(0.0, length, draw.randint(4, 24)) for length in lengths])
+        found.append([Arrival(0.0, length, draw.randint(4, MOST_OUTPUT)) for length in lengths])
     draw.shuffle(found)
     return found

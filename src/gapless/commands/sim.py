@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-prefix-cache", action="store_true", help="simulate without the prefix cache")
     add("--price", type=float, default=0.0, metavar="P", help="price of a GPU for an hour")
     add("--seed", type=int, default=0, metavar="N", help="of random routing (default: 0)")
+    add("--html", metavar="FILE", help="draw latencies, load over time and replicas into this page")
     add("--json", metavar="FILE", help="write the figures to this file as JSON")
 
 
@@ -56,7 +57,12 @@ def sim(args: argparse.Namespace) -> int:
     with progress_bar("simulating", len(arrivals), "request") as bar:
         run = simulate(arrivals, options, bar.advance)
     figures = figures_of(run, args.ranks, args.price)
-    print("\n".join(table(figures, run, steps, args.ranks, args.price)))
+    lines = table(figures, run, steps, args.ranks, args.price)
+    print("\n".join(lines))
+    if args.html is not None:
+        from gapless.sim.page import render
+
+        _write(args.html, render(run, lines, f"Gapless simulation: {Path(args.trace).name}"))
     if args.json is not None:
         _write(args.json, json.dumps(dataclasses.asdict(figures), indent=1) + "\n")
     return 0

@@ -25,6 +25,7 @@ from gapless.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
 TERMS = ("step", "chunks", "rows", "context", "chunk_tokens", "chunk_work")
+NUM_REFITS = 4
 LEAST_STEPS = 20  # fewer say too little for six terms
 
 
@@ -87,13 +88,18 @@ def shape_of(plan: Plan, rows: RowTable) -> StepShape:
 def fit(steps: Sequence[MeasuredStep]) -> Costs:
     """Least squares of the relative error, without negative terms; then scaled to the measured total.
 
-    Throughput follows from the total, so the total must not be off although single steps are.
+    Errors are relative to the prediction, which is known only after a fit, so it is fitted again a few times. Relative
+    to the measured time, a step that was fast by chance would count most. Throughput follows from the total, so the
+    total must not be off although single steps are.
     """
     if len(steps) < LEAST_STEPS:
         raise ConfigError(f"{len(steps)} measured steps are too few to fit costs to; at least {LEAST_STEPS}")
     terms = np.array([step.shape.terms() for step in steps])
     times = np.array([step.seconds for step in steps])
-    found = _least_squares(terms / times[:, None], np.ones(len(steps)))
+    found = _least_squares(terms, times)
+    for _ in range(NUM_REFITS):
+        expected = np.maximum(terms @ found, 0.01 * times.mean())
+        found = _least_squares(terms / expected[:, None], times / expected)
     found *= times.sum() / max(float((terms @ found).sum()), 1e-12)
     errors = np.abs(terms @ found / times - 1)
     return Costs(tuple(found.tolist()), len(steps), float(np.median(errors)), float(np.quantile(errors, 0.9)))
