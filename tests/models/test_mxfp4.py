@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_parity_of_families import CLOSE, GPT_OSS, MAX_LENGTH, paged_logits
+from test_parity_of_families import CLOSE, MAX_LENGTH, paged_logits
 from tiny_models import load, random_tokens, save_hf
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from family_cases import GPT_OSS
 from gapless.errors import CorruptModel
 from gapless.models.mxfp4 import dequantize
 

@@ -11,6 +11,7 @@ from fault import GRAPHS, NATIVE, Fault, Table, wrapping
 from gapless.core.plan import NOTHING, Plan
 from gapless.core.request import IntArray, LongArray, Request, RowTable, int_array
 from gapless.core.scheduler import Scheduler
+from gapless.errors import GaplessError
 from gapless.pipeline.masks import Masks
 from gapless.runner.fill import Filled
 from gapless.runner.native import NativeRunner
@@ -21,9 +22,11 @@ from gapless.runner.steering import Steering
 FAULTS = fault = Table()
 
 
-@fault("a guide hears of each token one step late", Masks, "_tell")
+@fault("a guide hears of each token one step late", Masks, "_guided")
 def _(original):
-    return staticmethod(lambda request, known: original(request, known[: max(len(known) - 1, request.num_prompt)]))
+    return lambda masks, plan: [
+        (request, max(known - 1, request.num_prompt)) for request, known in original(masks, plan)
+    ]
 
 
 @fault("masks are filled before the step before is settled", RowTable, "masks_due")
@@ -121,13 +124,13 @@ def _(original):
     return masks_due
 
 
-@fault("a guide that is over is not asked", Masks, "_tell")
+@fault("a guide that is over is not asked", Masks, "_end")
 def _(original):
-    def tell(request: Request, known: IntArray) -> bool:
-        original(request, known)
-        return False
+    def end(masks: Masks, request: Request, reason: str, error: GaplessError | None = None) -> None:
+        if reason != "stop":
+            original(masks, request, reason, error)
 
-    return staticmethod(tell)
+    return end
 
 
 def _take_none(original):
