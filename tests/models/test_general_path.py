@@ -79,6 +79,18 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
         LLM(tmp_path, **OPTIONS)
 
 
+def test_a_misshapen_weight_is_named_with_both_shapes(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    make_case(tmp_path, **FAST["stablelm"])
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name] = weights[name][:-1].clone()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CorruptModel, match=r"up_proj\.weight has shape \(79, 64\), the config says \(80, 64\)$"):
+        LLM(tmp_path, **OPTIONS)
+
+
 def test_without_transformers_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_case(tmp_path, **FAST["stablelm"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -136,16 +136,25 @@ def _load(source: ModelSource, hf: Any, architecture: str, dtype: torch.dtype, d
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, and refused below
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise CorruptModel(f"{source.path}: transformers cannot load the weights ({error})") from error
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        if names := sorted(str(name) for name in report.get(what) or ()):
+        if names := sorted(_named(entry) for entry in report.get(what) or ()):
             kind_of = what.partition("_")[0]
             raise CorruptModel(f"{files.origin(names[0])}: {kind_of} weights: {', '.join(names[:_MAX_NAMED])}")
     _check_values(model, source)
     moved: nn.Module = model.to(device)
     return moved
+
+
+def _named(entry: Any) -> str:
+    """A name, or a name with the shapes that differ: that of the file, and that of the config."""
+    if isinstance(entry, str):
+        return entry
+    name, found, expected = entry
+    return f"{name} has shape {tuple(found)}, the config says {tuple(expected)}"
 
 
 def _check_values(model: nn.Module, source: ModelSource) -> None:
