@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gapless.models.linear import PLAIN_SCHEME, PackedGated, PackedLinear, PlainGated, PlainLinear, plain
-from gapless.models.weight import GatedLinear, stacked
+from gapless.models.weight import GatedLinear, Weight, stacked
 
 ROWS = [1, 2, 3, 16, 17, 200, 2048]
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
@@ -75,12 +75,28 @@ def test_packing_keeps_no_second_copy() -> None:
     assert linear(torch.ones(1, 64)).shape == (1, 64)
 
 
+class Halved(type(PLAIN_SCHEME)):  # type: ignore[misc]
+    """Numbers that are stored at half their size."""
+
+    name = "halved"
+
+    def dense(self, weight: Weight) -> torch.Tensor:
+        return 2 * weight.data
+
+
+class Thirds(Halved):
+    name = "thirds"
+
+
 def test_weights_of_different_schemes_are_never_stacked() -> None:
     """The integers of a quantized weight would pass for numbers of the other."""
-
-    class OtherScheme(type(PLAIN_SCHEME)):  # type: ignore[misc]
-        name = "other"
-
     weight = plain(torch.ones(2, 3))
     with pytest.raises(AssertionError, match="different schemes"):
-        stacked([weight, replace(weight, scheme=OtherScheme())])
+        stacked([replace(weight, scheme=Halved()), replace(weight, scheme=Thirds())])
+
+
+def test_beside_a_plain_weight_others_are_made_whole() -> None:
+    weight = plain(torch.ones(2, 3))
+    found = stacked([weight, replace(weight, scheme=Halved())])
+    assert found.scheme.name == "plain"
+    assert found.data.tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2

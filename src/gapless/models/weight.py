@@ -90,7 +90,7 @@ def stacked(weights: Sequence[Weight]) -> Weight:
 def alike(weights: Sequence[Weight]) -> Sequence[Weight]:
     """Weights of one scheme: where one of them is plain and others are not, those are made whole."""
     schemes = {weight.scheme.name: weight.scheme for weight in weights}
-    if len(schemes) == 1:
+    if len(schemes) == 1 or "plain" not in schemes:
         return weights
     return [Weight(weight.dense(), schemes["plain"]) for weight in weights]
 
