@@ -15,7 +15,9 @@ from gapless.ray import Generator
 max_tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 32
 model = sys.argv[2] if len(sys.argv) > 2 else "smollm2"
 
-ray.init(include_dashboard=False, object_store_memory=200_000_000, log_to_driver=False)
+ray.init(
+    "local", include_dashboard=False, object_store_memory=200_000_000, log_to_driver=False
+)  # or a cluster's address
 ray.data.DataContext.get_current().enable_progress_bars = False
 texts = ray.data.read_json(str(Path(__file__).parent / "prompts.jsonl")).map_batches(
     Generator,

@@ -103,8 +103,9 @@ def _connect(ray: Any, address: str) -> None:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if address == NEAREST:
         try:
+            _knock_at_last(ray)
             return _init(ray, NEAREST, quiet)
-        except ConnectionError:
+        except OSError:
             address = LOCAL
     if address == LOCAL:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -124,6 +125,14 @@ def _knock(address: str) -> None:
     host, _, port = address.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
         pass
+
+
+def _knock_at_last(ray: Any) -> None:
+    """Ray remembers the last cluster of this machine in a file, which stays when a head is killed; then Ray would try
+    for minutes to reach it."""
+    last = ray._private.services.find_bootstrap_address(None)
+    if last is not None:
+        _knock(last)
 
 
 def _init(ray: Any, address: str, options: dict[str, Any]) -> None:
