@@ -114,6 +114,13 @@ def test_a_full_disk_ends_the_run_and_the_same_command_resumes(
     assert bench.out.read_bytes() == undisturbed
 
 
+def test_a_run_without_a_result_names_no_file(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(run_command.Work, "do", side_effect=KeyboardInterrupt):
+        assert bench.run() == 130
+    assert "stopped after 0 of 4 prompts; nothing is written yet" in capsys.readouterr().err
+    assert not bench.part.exists()
+
+
 def test_damaged_lines_run_again_when_asked_to(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run() == 1
     undisturbed = bench.out.read_bytes()

@@ -248,7 +248,9 @@ def _stopped(error: BaseException, results: object, tally: RunTally, trace: str 
     if isinstance(error, OutputError):
         console.say(f"gapless: {error}")
     told = f"stopped after {tally.num_done} of {tally.num_lines} prompts"
-    if isinstance(results, ResultFile):
+    if isinstance(results, ResultFile) and not tally.num_done:
+        console.say(f"{told}; nothing is written yet. Run the same command again.")
+    elif isinstance(results, ResultFile):
         console.say(f"{told}; their results are kept in {results.part.path}. Run the same command again to resume.")
     else:
         console.say(f"{told}; with -o OUT.jsonl a run can be resumed")
