@@ -77,7 +77,7 @@ LAW: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(TOP_LEVEL, ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES)),
     "server": ("pipeline.engine", "models.source", "text", "trace.files", *VALUES, *LEAVES),
-    "cli": ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES, *BENCH),
+    "cli": ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES),
     "formats": ("server", "text", *VALUES, *TOP_LEVEL, *LEAVES),  # server: the types of OpenAI's bodies
     "distributed": ("pipeline.engine", "core.params", *FILES_OF_RUN, "llm", "__init__", *LEAVES),
     "ray": ("distributed",),  # the public door
@@ -85,7 +85,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
     "commands": (
         *("pipeline.engine", "models.source", "text", "trace", "server", "sim"),
-        *(*VALUES, *TOP_LEVEL, *LEAVES, *PROOF),
+        *(*VALUES, *TOP_LEVEL, *LEAVES, *PROOF, *BENCH),
     ),
     "__init__": ("async_llm", "client", "core.params", "core.processor", "errors", "llm"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from gapless.commands import EXIT_USAGE
@@ -30,3 +30,10 @@ class CommandParser(argparse.ArgumentParser):
         name = option.partition("=")[0]
         close = difflib.get_close_matches(name, list(self._option_string_actions), n=1)
         return f"unknown option {name}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def add_command(group: Any, name: str, text: str, handler: Callable[[Any], int]) -> argparse.ArgumentParser:
+    """A subcommand, and the function that does it."""
+    parser: argparse.ArgumentParser = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(handler=handler)
+    return parser
