@@ -81,7 +81,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "formats": ("server", "text", *VALUES, *TOP_LEVEL, *LEAVES),  # server: the types of OpenAI's bodies
     "distributed": ("pipeline.engine", "core.params", *FILES_OF_RUN, "llm", "__init__", *LEAVES),
     "ray": ("distributed",),  # the public door
-    "sim": ("core", "errors", "bench.chart"),
+    "sim": ("core", "errors", "bench.chart", "distributed.router"),
     "__main__": ("cli",),
     "commands": (
         *("pipeline.engine", "models.source", "text", "trace", "server", "sim"),

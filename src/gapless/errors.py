@@ -10,6 +10,7 @@
     │   ├── ModelNotFound       no such name, directory, file or hub id
     │   ├── UnsupportedModel    found, but of an architecture or feature that Gapless does not have
     │   └── CorruptModel        found, but damaged or incomplete
+    ├── NoReplica           no replica accepts requests: none is running, or all are draining
     ├── ServerUnreachable   a server that was named by its URL does not answer, or not as one
     ├── OutputError         results cannot be written: a full disk, or a reader that has gone
     ├── CapacityError       not enough memory for what was asked
@@ -69,6 +70,10 @@ class UnsupportedModel(ModelError):
 
 class CorruptModel(ModelError):
     """The model was found, but its files are damaged or incomplete."""
+
+
+class NoReplica(GaplessError):
+    """No replica accepts requests: none is running, or all are draining."""
 
 
 class ServerUnreachable(GaplessError):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gapless.sim.fleet import FleetOptions, FleetRun
 
 LIMITS = ("num_rows", "num_blocks", "block_size", "max_batch_tokens", "max_model_len")
-ROUTINGS = ("load", "random")
+ROUTINGS = ("prefix", "load", "random")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--costs", required=True, metavar="STEPS.jsonl", help="measured steps, from `gapless bench steps`")
     add("--replicas", type=int, default=1, metavar="N", help="engines (default: 1)")
     add("--ranks", type=int, default=1, metavar="N", help="GPUs of a replica, for the price (default: 1)")
-    add("--routing", choices=ROUTINGS, default="load", help="how requests are spread (default: load)")
+    add("--routing", choices=ROUTINGS, default="prefix", help="how requests are spread (default: prefix)")
     add("--rate", type=float, default=1.0, metavar="X", help="let requests arrive X times as fast (default: 1)")
     add("--requests", type=int, metavar="N", help="only the first N of the trace")
     add("--depth", type=int, metavar="N", help="steps in flight (default: as measured)")

@@ -16,9 +16,9 @@ from gapless.core.limits import Limits
 from gapless.core.pace import Pace
 from gapless.core.params import SamplingParams
 from gapless.core.plan import Plan
-from gapless.core.request import Request
+from gapless.core.request import IntArray, Request
 from gapless.core.scheduler import Scheduler
-from gapless.sim.arrivals import Arrival, prompt_of
+from gapless.sim.arrivals import Arrival
 from gapless.sim.costs import Costs, shape_of
 
 TOKEN = 5  # every sample
@@ -48,6 +48,14 @@ class SimStep:
     cause: int | None  # why others wait while it runs
 
 
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What a step's end tells the router: ids of requests."""
+
+    started: tuple[str, ...]  # their first token is here
+    finished: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class ReplicaTotals:
     """Sums over the run of one replica."""
@@ -66,7 +74,6 @@ class SimReplica:
     def __init__(self, number: int, limits: Limits, costs: Costs, depth: int, max_step_s: float) -> None:
         self.number = number
         self.totals = ReplicaTotals()
-        self.num_requests = 0  # unfinished
         self._costs = costs
         self._depth = depth
         self._now = 0.0
@@ -82,21 +89,25 @@ class SimReplica:
         """When the oldest step in flight ends."""
         return self._steps[0].end_s if self._steps else None
 
-    def submit(self, arrival: Arrival, number: int, now: float) -> Served:
+    @property
+    def cache_tokens(self) -> int:
+        """What its KV memory holds for later prompts."""
+        limits = self.scheduler.limits
+        return limits.num_blocks * limits.block_size if limits.prefix_cache else 0
+
+    def submit(self, arrival: Arrival, prompt: IntArray, number: int) -> Served:
         """A request arrives. Raises InvalidRequest if it could never run."""
-        prompt = prompt_of(arrival, number)
         params = SamplingParams(max_tokens=arrival.num_output, temperature=0, ignore_eos=True)
         limit = arrival.num_prompt + arrival.num_output
         request = Request(str(number), prompt, params, number, (), limit, streams=self._streams)
         self.scheduler.add(request)
         served = self._served[request.id] = Served(arrival, self.number)
-        self.num_requests += 1
         if not self._steps:  # else the loop is in `collect`
-            self._launch(now)
+            self._launch(arrival.at_s)
         return served
 
-    def collect(self) -> int:
-        """The oldest step ends: its tokens become known, and the next is planned. Returns how many requests ended."""
+    def collect(self) -> Heard:
+        """The oldest step ends: its tokens become known, and the next is planned."""
         step = self._steps.popleft()
         self._now = step.end_s
         self._count(step)
@@ -107,9 +118,10 @@ class SimReplica:
         commit = self.scheduler.commit(step.plan, np.full(step.plan.num_results, TOKEN, np.int32))
         for finished in commit.finished:
             self._served.pop(finished.request.id).end_s = step.end_s
-        self.num_requests -= len(commit.finished)
         self._launch(step.end_s)
-        return len(commit.finished)
+        return Heard(
+            tuple(request.id for request in step.first), tuple(finished.request.id for finished in commit.finished)
+        )
 
     def _launch(self, now: float) -> None:
         self._now = now
