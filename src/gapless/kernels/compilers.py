@@ -134,6 +134,9 @@ def serve(fds: Sequence[int]) -> None:
     import torch  # noqa: F401
     from triton.runtime.cache import triton_key
 
+    from gapless.kernels.keys import settle_keys
+
+    settle_keys()
     triton_key()  # a hash of all of Triton, which is part of each kernel's key
     for mine in fds:
         if os.fork() == 0:

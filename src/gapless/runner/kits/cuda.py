@@ -19,6 +19,7 @@ from gapless.device.cuda import replay_s
 from gapless.errors import ConfigError
 from gapless.kernels.ahead import hashed_meanwhile
 from gapless.kernels.cublas import product_shapes
+from gapless.kernels.keys import settle_keys
 from gapless.kernels.launch import has_fp8
 from gapless.kernels.products import Workspace
 from gapless.models.config import ModelConfig
@@ -77,6 +78,7 @@ class CudaKit:
         )
 
     def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
+        settle_keys()
         if settings.model.is_general:
             return load_transformers(source, settings.model, **weights)
         layers: Layers = GeneralLayers()
