@@ -17,6 +17,15 @@ _MAX_WIDTH = 2**28  # rows of a weight; kernels count them in 32 bits
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a model one rank holds."""
+
+    rank: int
+    num_ranks: int
+    whole: "ModelConfig"
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder."""
 
@@ -35,6 +44,7 @@ class ModelConfig:
     logit_soft_cap: float | None = None  # logits become cap * tanh(logit / cap)
     kinds: tuple[str, ...] = ()  # how a GGUF stores its matrices, such as Q8_0; that of most numbers first
     fp8: Fp8Format | None = None  # the scales of FP8 weights; None: the checkpoint has no such weights
+    shard: Shard | None = None  # heads and MLP sizes are those of one rank; None: of the whole model
     is_general: bool = False  # transformers' own code runs it: layers describe attention alone, names are not used
 
     def __post_init__(self) -> None:

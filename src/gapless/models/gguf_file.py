@@ -52,6 +52,18 @@ class GGUFFile:
         tensor = self.tensors[name]
         return _dequantize(self.load_bytes(name), tensor.checked_kind(), f"{self.path}: tensor {name}")
 
+    def load_stretch(self, name: str, axis: int, begin: int, end: int) -> npt.NDArray[np.float32]:
+        """As `load`, from `begin` to `end` along this axis. Along the last one whole blocks are dequantized."""
+        tensor = self.tensors[name]
+        kind, where = tensor.checked_kind(), f"{self.path}: tensor {name}"
+        raw, before = self.load_bytes(name), (slice(None),) * axis
+        if axis < len(tensor.shape) - 1:
+            return _dequantize(np.ascontiguousarray(raw[(*before, slice(begin, end))]), kind, where)
+        size, num_bytes = _block(kind)
+        first, last = begin // size, -(-end // size)
+        part = np.ascontiguousarray(raw[(*before, slice(first * num_bytes, last * num_bytes))])
+        return _dequantize(part, kind, where)[..., begin - first * size : end - first * size]
+
     def load_bytes(self, name: str) -> npt.NDArray[np.uint8]:
         """One tensor as it is stored, its last dimension in bytes. It lies in the mapping: copy what you keep."""
         raw = self.tensors[name].bytes_in(self._buffer)
@@ -84,10 +96,8 @@ class GGUFTensor:
         return kind
 
     def bytes_in(self, buffer: mmap.mmap) -> npt.NDArray[np.uint8]:
-        import gguf
-
         kind = self.checked_kind()
-        block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        block_size, block_bytes = _block(kind)
         if not self.shape or not prod(self.shape) or self.shape[-1] % block_size:
             raise CorruptModel(f"{self.path}: tensor {self.name}: shape {self.shape} does not fit type {kind.name}")
         row_bytes = self.shape[-1] // block_size * block_bytes
@@ -95,6 +105,14 @@ class GGUFTensor:
         if self.offset + num_bytes > len(buffer):
             raise CorruptModel(f"{self.path}: the file ends inside tensor {self.name}; download it again")
         return np.frombuffer(buffer, np.uint8, num_bytes, self.offset).reshape(*self.shape[:-1], row_bytes)
+
+
+def _block(kind: Any) -> tuple[int, int]:
+    """Numbers of a block, and its bytes."""
+    import gguf
+
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    return int(size), int(num_bytes)
 
 
 def _dequantize(raw: npt.NDArray[np.uint8], kind: Any, where: str) -> npt.NDArray[np.float32]:

@@ -154,9 +154,7 @@ class PlainLayers:
     def experts(
         self, norm: Norm | None, spec: MlpSpec, weights: ExpertWeights, after: Norm | None = None
     ) -> Callable[[Hidden], Hidden]:
-        assert spec.experts is not None
-        router = weights.router.scheme.linear(weights.router, weights.router_bias)
-        experts = Experts(spec.experts, router, [_products(expert) for expert in weights.experts])
+        experts = make_experts(spec, weights)
 
         def apply(hidden: Hidden) -> Hidden:
             x = experts(hidden.values if norm is None else norm(hidden.values))
@@ -166,6 +164,13 @@ class PlainLayers:
 
     def linear(self, weight: Weight) -> Callable[[Tensor], Tensor]:
         return weight.scheme.linear(weight, None)
+
+
+def make_experts(spec: MlpSpec, weights: ExpertWeights) -> Experts:
+    """The experts alone, in plain torch."""
+    assert spec.experts is not None
+    router = weights.router.scheme.linear(weights.router, weights.router_bias)
+    return Experts(spec.experts, router, [_products(expert) for expert in weights.experts])
 
 
 def _products(expert: ExpertWeight) -> tuple[GatedLinear, Linear]:

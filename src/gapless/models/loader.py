@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gapless.errors import ConfigError, CorruptModel, UnsupportedModel
 from gapless.models.config import ModelConfig
+from gapless.models.cut import weight_cuts
 from gapless.models.decoder import CausalLM
 from gapless.models.files import read_object
 from gapless.models.fp8 import Fp8Scheme, MakeLinear, dequantize
@@ -25,6 +26,7 @@ from gapless.models.gguf_scheme import KINDS
 from gapless.models.layers import PLAIN, Layers
 from gapless.models.linear import plain
 from gapless.models.mxfp4 import BLOCKS, Mxfp4Weights
+from gapless.models.part_weights import PartWeights, divisible
 from gapless.models.reader import ReadWeight
 from gapless.models.registry import gguf_config, hf_config
 from gapless.models.shapes import layer_matrices, weight_shapes
@@ -109,9 +111,11 @@ def open_weights(
 
     stored: matrices of a GGUF come as they are stored, if `why_not_stored` has no reason against it.
     """
-    expected = weight_shapes(config)
+    expected = weight_shapes(config if config.shard is None else config.shard.whole)
     weights = _open_source(source, config, expected, dtype, device, load_format, seed)
     _check_shapes(weights, expected, source)
+    if config.shard is not None:
+        weights = PartWeights(divisible(weights), weight_cuts(config.shard))
     kept = weights if stored and isinstance(weights, GGUFWeights) else None
     scheme = None if quantization == "none" else Fp8Scheme(dtype, fp8_linear)
     is_chosen = quantization == "fp8" or (load_format == "dummy" and config.fp8 is not None)

@@ -12,15 +12,6 @@ from typing import Protocol
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The part of a weight that one rank holds."""
-
-    rank: int
-    num_ranks: int
-    axis: int  # along which the weight is cut
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
     """[out, in], or a vector."""
@@ -28,7 +19,6 @@ class Weight:
     data: Tensor  # as the scheme stores it
     scheme: Scheme
     scales: Tensor | None = None  # for schemes that have them
-    shard: Shard | None = None  # None: the whole weight
 
     def dense(self) -> Tensor:
         """The numbers themselves."""

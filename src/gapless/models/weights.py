@@ -63,12 +63,23 @@ class SafetensorsWeights:
         return name if name.startswith(("lm_head.", self._left_out)) else self._left_out + name
 
     def read(self, name: str) -> Tensor:
-        tensor = self._read(name)
+        return self._floating(name, self._read(name))
+
+    def _floating(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             raise UnsupportedModel(
                 f"{self.origin(name)}: tensor {name} is {tensor.dtype}; quantized weights need a GGUF"
             )
         return tensor
+
+    def read_stretch(self, name: str, axis: int, begin: int, end: int) -> Tensor:
+        """A part of a tensor; the rest of it is not read."""
+        stored, place = self._stored(name), (*[slice(None)] * axis, slice(begin, end))
+        try:
+            tensor: Tensor = self._files[stored].get_slice(stored)[place]
+        except (SafetensorError, OSError) as error:
+            raise CorruptModel(f"{self.origin(name)}: tensor {name} cannot be read ({error})") from error
+        return self._floating(name, tensor)
 
     def read_bytes(self, name: str) -> Tensor:
         """A tensor that is no numbers by itself."""
@@ -139,6 +150,10 @@ class GGUFWeights:
     def read(self, name: str) -> Tensor:
         return torch.from_numpy(self._file.load(name))
 
+    def read_stretch(self, name: str, axis: int, begin: int, end: int) -> Tensor:
+        """A part of a tensor; the rest of it is not read, except for blocks that lie across its borders."""
+        return torch.from_numpy(self._file.load_stretch(name, axis, begin, end))
+
     def kind(self, name: str) -> str:
         """How the tensor is stored, such as Q8_0."""
         return str(self._file.tensors[name].checked_kind().name)
@@ -167,6 +182,10 @@ class DummyWeights:
             return tensor.fill_(1.0)
         generator = torch.Generator(self._device).manual_seed(crc32(f"{self._seed} {name}".encode()))
         return tensor.normal_(0.0, _DUMMY_SCALE, generator=generator)
+
+    def read_stretch(self, name: str, axis: int, begin: int, end: int) -> Tensor:
+        """Of the whole tensor, which is made for it: ranks draw the same numbers as one rank does."""
+        return self.read(name).narrow(axis, begin, end - begin).clone()
 
     def origin(self, name: str) -> str:
         return "dummy weights"
