@@ -26,6 +26,7 @@ class FleetOptions:
     max_step_s: float = 0.2
     routing: str = "prefix"
     seed: int = 0
+    skips: bool = True  # steps in which nothing changes but lengths; False: step by step, with the same results
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,10 @@ def simulate(
     began = time.perf_counter()
     router = Router(options.routing, seed=options.seed)
     made = (options.limits, options.costs, options.depth, options.max_step_s)
-    replicas = [SimReplica(number, *made) for number in range(options.replicas)]
+    replicas = [SimReplica(number, *made, skips=options.skips) for number in range(options.replicas)]
     for replica in replicas:
         router.join(str(replica.number), replica.cache_tokens)
-    heap: list[tuple[float, int]] = []  # end of the oldest step of each busy replica
+    heap: list[tuple[float, int]] = []  # next event of each busy replica; some are outdated
     served: list[Served] = []
     refusals: list[str] = []
     end_s, number = 0.0, 0
@@ -61,27 +62,31 @@ def simulate(
             arrival = arrivals[number]
             prompt = prompt_of(arrival, number)
             replica = replicas[int(router.route(str(number), prompt).replica)]
-            was_idle = replica.next_s is None
+            before_s = replica.next_s
             try:
                 served.append(replica.submit(arrival, prompt, number))
             except InvalidRequest as error:
                 refusals.append(str(error))
                 router.finished(str(number))
             number += 1
-            if was_idle and replica.next_s is not None:
+            if replica.next_s is not None and replica.next_s != before_s:
                 heapq.heappush(heap, (replica.next_s, replica.number))
             continue
-        end_s, index = heap[0]
+        next_s, index = heap[0]
+        if next_s != replicas[index].next_s:
+            heapq.heappop(heap)
+            continue
+        end_s = next_s
         heard = replicas[index].collect()
         for request_id in heard.started:
             router.started(request_id)
         for request_id in heard.finished:
             router.finished(request_id)
         tell(len(heard.finished))
-        if (next_s := replicas[index].next_s) is None:
+        if (then_s := replicas[index].next_s) is None:
             heapq.heappop(heap)
         else:
-            heapq.heapreplace(heap, (next_s, index))
+            heapq.heapreplace(heap, (then_s, index))
     return FleetRun(
         options,
         tuple(served),

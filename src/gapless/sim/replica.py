@@ -1,14 +1,15 @@
 """One simulated engine: the real scheduler, with a clock that jumps from the end of one step to the next.
 
 Does what `pipeline.loop` does: plans until `depth` steps are in flight, then waits for the oldest. A request that comes
-during this wait is planned after it. Steps run one after the other, as on one compute stream.
+during this wait is planned after it. Steps run one after the other, as on one compute stream. Steps in which nothing
+changes but lengths are skipped many at a time (`stretch`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,8 +21,8 @@ from gapless.core.request import IntArray, Request
 from gapless.core.scheduler import Scheduler
 from gapless.sim.arrivals import Arrival
 from gapless.sim.costs import Costs, shape_of
+from gapless.sim.stretch import TOKEN, DecodeStretch, find_stretch, skip
 
-TOKEN = 5  # every sample
 CAUSES = ("rows", "KV memory", "compute")  # why requests wait
 ROWS, MEMORY, COMPUTE = range(len(CAUSES))
 
@@ -71,7 +72,9 @@ class ReplicaTotals:
 class SimReplica:
     """Requests in; the time of the next event out."""
 
-    def __init__(self, number: int, limits: Limits, costs: Costs, depth: int, max_step_s: float) -> None:
+    def __init__(
+        self, number: int, limits: Limits, costs: Costs, depth: int, max_step_s: float, *, skips: bool = True
+    ) -> None:
         self.number = number
         self.totals = ReplicaTotals()
         self._costs = costs
@@ -79,6 +82,8 @@ class SimReplica:
         self._now = 0.0
         self._free_s = 0.0  # when the last launched step ends
         self._steps: deque[SimStep] = deque()
+        self._stretch: DecodeStretch | None = None
+        self._skips = skips
         self._served: dict[str, Served] = {}
         self._streams = not math.isinf(max_step_s)  # without a target the pace does not ask
         pace = Pace(max_step_s, limits.max_batch_tokens, lambda: self._now)
@@ -86,7 +91,9 @@ class SimReplica:
 
     @property
     def next_s(self) -> float | None:
-        """When the oldest step in flight ends."""
+        """When something happens next: a step ends after which it is planned anew."""
+        if self._stretch is not None:
+            return float(self._stretch.ends_s[self._stretch.count])
         return self._steps[0].end_s if self._steps else None
 
     @property
@@ -101,6 +108,8 @@ class SimReplica:
         limit = arrival.num_prompt + arrival.num_output
         request = Request(str(number), prompt, params, number, (), limit, streams=self._streams)
         self.scheduler.add(request)
+        if self._stretch is not None:
+            self._skip(self._stretch, self._stretch.num_before(arrival.at_s))
         served = self._served[request.id] = Served(arrival, self.number)
         if not self._steps:  # else the loop is in `collect`
             self._launch(arrival.at_s)
@@ -108,6 +117,8 @@ class SimReplica:
 
     def collect(self) -> Heard:
         """The oldest step ends: its tokens become known, and the next is planned."""
+        if self._stretch is not None:
+            self._skip(self._stretch, self._stretch.count)
         step = self._steps.popleft()
         self._now = step.end_s
         self._count(step)
@@ -119,6 +130,9 @@ class SimReplica:
         for finished in commit.finished:
             self._served.pop(finished.request.id).end_s = step.end_s
         self._launch(step.end_s)
+        if self._skips and len(self._steps) == self._depth:
+            in_flight = [(step.plan.num_decodes, step.end_s) for step in self._steps]
+            self._stretch = find_stretch(self.scheduler, in_flight, self._costs)
         return Heard(
             tuple(request.id for request in step.first), tuple(finished.request.id for finished in commit.finished)
         )
@@ -132,6 +146,21 @@ class SimReplica:
             owners = (rows.request[chunk.row] for chunk in plan.chunks if chunk.samples)
             first = tuple(owner for owner in owners if owner is not None)
             self._steps.append(SimStep(plan, begin_s, self._free_s, first, self._why_waiting()))
+
+    def _skip(self, stretch: DecodeStretch, count: int) -> None:
+        """So many rounds of the stretch are over. The plans in flight stand for those that follow: they are alike."""
+        self._stretch = None
+        if count == 0:
+            return
+        skip(self.scheduler, stretch.rows, count)
+        totals, begin_s, ends_s = self.totals, self._steps[0].begin_s, stretch.ends_s.tolist()
+        totals.busy_s += ends_s[count - 1] - begin_s
+        totals.num_steps += count
+        totals.num_rows += count * len(stretch.rows)
+        totals.most_blocks = max(totals.most_blocks, self.scheduler.pool.num_used)
+        times = zip(self._steps, ends_s[count - 1 :], ends_s[count:], strict=False)
+        self._steps = deque(replace(step, begin_s=begin, end_s=end) for step, begin, end in times)
+        self._now, self._free_s = ends_s[count - 1], self._steps[-1].end_s
 
     def _why_waiting(self) -> int | None:
         """What keeps requests in the queue while this step runs."""
