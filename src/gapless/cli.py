@@ -33,6 +33,7 @@ CHECK_OPTIONS = (
     "dtype",
     "load_format",
     "quantization",
+    "kv_dtype",
     "num_threads",
     "native",
     "batch_invariant",

@@ -47,6 +47,9 @@ class EngineOptions:
     depth: int | Literal["auto"] = _option(
         "auto", "steps in flight: 1 is synchronous, 2 a double buffer, auto measures"
     )
+    kv_dtype: Literal["auto", "fp8"] = _option(
+        "auto", "type of the KV cache: auto (that of the weights; float32 on CPU), or fp8: 8 bits, for more blocks"
+    )
     block_size: int = _option(16, "tokens in a block of the KV cache")
     num_blocks: int | None = _option(None, "blocks in the KV cache; default: as many as fit into kv_memory")
     kv_memory: int | str | None = _option(None, "size of the KV cache, such as 2GiB; default: part of the free memory")
@@ -80,6 +83,7 @@ class EngineOptions:
         _choice("attention", self.attention, ("auto", "triton", "flash3", "flashinfer"))
         _choice("load_format", self.load_format, ("auto", "dummy"))
         _choice("quantization", self.quantization, ("auto", "none", "fp8"))
+        _choice("kv_dtype", self.kv_dtype, ("auto", "fp8"))
         if self.depth != "auto":
             _integer("depth", self.depth, 1, MAX_DEPTH)
         _integer("block_size", self.block_size, 1, 1024)

@@ -29,8 +29,8 @@ class LLM:
     """A model, loaded and ready. Close it, or use it in a `with` block.
 
     Options are those of `gapless.config.EngineOptions`: device, dtype, depth, block_size, num_blocks, kv_memory,
-    max_batch_tokens, max_num_rows, max_model_len, seed, load_format, quantization, prefix_cache, num_threads,
-    check, interleave, trace. `logits_processors` change logits in Python (docs/logits-processors.md).
+    max_batch_tokens, max_num_rows, max_model_len, seed, load_format, quantization, kv_dtype, prefix_cache,
+    num_threads, check, interleave, trace. `logits_processors` change logits in Python (docs/logits-processors.md).
     """
 
     def __init__(

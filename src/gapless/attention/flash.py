@@ -152,7 +152,7 @@ class LibraryAttention:
     ) -> torch.Tensor:
         """The library's result is the layer's output, but for tokens that are in no piece."""
         pool = self._own.pools[layer]
-        q = self._own.store(pool, heads, rotation, batch.slots[0], pieces.first, pieces.count)
+        q = self._own.store(layer, heads, rotation, batch.slots[0], pieces.first, pieces.count)
         pages = pool.view(-1, self._block_size, *pool.shape[1:])
         k, v = pages.chunk(2, dim=2)
         found = kernel(q, k, v, pieces)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from gapless.attention.base import Attend, AttentionBatch, Rotation, Span
+from gapless.attention.base import FP8, MAX_FP8, Attend, AttentionBatch, KVUnits, Rotation, Span
 from gapless.models.spec import AttentionSpec
 
 
@@ -37,7 +37,7 @@ class DecodeView:
 class ReferenceAttention:
     """Attention over `pools`, one for each layer: [num_slots, 2 * num_kv_heads, head_dim], k heads before v heads.
 
-    Any memory layout works. It is fastest if the slots of a head are adjacent.
+    Any memory layout works. It is fastest if the slots of a head are adjacent. Pools of FP8 are widened to float32.
     """
 
     def __init__(
@@ -46,9 +46,12 @@ class ReferenceAttention:
         block_size: int,
         specs: Sequence[AttentionSpec],
         groups: Sequence[int] | None = None,
+        units: Sequence[KVUnits] | None = None,
     ) -> None:
-        """groups: of each layer, which of the batch's tables it reads; None: there is one."""
+        """groups: of each layer, which of the batch's tables it reads; None: there is one. units: of each layer."""
         self._pools = pools
+        self._dtype = torch.float32 if pools[0].dtype == FP8 else pools[0].dtype  # of the arithmetic
+        self._units = self._factors(units or [KVUnits()] * len(specs), specs[0].num_kv_heads)
         self._specs = specs
         self._views = [(group, spec.window) for group, spec in zip(groups or [0] * len(specs), specs, strict=True)]
         self._block_size = block_size
@@ -68,18 +71,38 @@ class ReferenceAttention:
         num_rotated = self._num_heads + self._num_kv_heads
 
         def attend(layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-            pool, spec, kind = self._pools[layer], self._specs[layer], self._views[layer]
+            spec, kind = self._specs[layer], self._views[layer]
             qk = rotation.apply(heads[:, :num_rotated])
             q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
-            pool.index_copy_(0, batch.slots[kind[0]], torch.cat((k, heads[:, num_rotated:]), dim=1).to(pool.dtype))
-            parts = [self._attend_chunk(pool, q, spec, view, rotation.sinks) for view in chunks[kind]]
+            self._store(layer, batch.slots[kind[0]], torch.cat((k, heads[:, num_rotated:]), dim=1))
+            parts = [self._attend_chunk(layer, q, spec, view, rotation.sinks) for view in chunks[kind]]
             if batch.num_decodes:
                 view = decodes[kind]
-                parts.insert(0, self._attend_decodes(pool, q[: batch.num_decodes], spec, view, rotation.sinks))
+                parts.insert(0, self._attend_decodes(layer, q[: batch.num_decodes], spec, view, rotation.sinks))
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
             return out.to(q.dtype)
 
         return attend
+
+    def _factors(self, units: Sequence[KVUnits], num_kv_heads: int) -> list[torch.Tensor]:
+        """Of each layer, what every head of the cache is multiplied by: [2 * num_kv_heads, 1]."""
+        device = self._pools[0].device
+        return [
+            torch.tensor([unit.k, unit.v], device=device).repeat_interleave(num_kv_heads)[:, None] for unit in units
+        ]
+
+    def _store(self, layer: int, slots: torch.Tensor, kv: torch.Tensor) -> None:
+        """Write keys and values [n, 2 * num_kv_heads, head_dim] to the slots."""
+        pool = self._pools[layer]
+        if pool.dtype == FP8:
+            narrow = (kv.float() / self._units[layer]).clamp(-MAX_FP8, MAX_FP8).to(FP8)
+            pool.view(torch.uint8).index_copy_(0, slots, narrow.view(torch.uint8))  # torch cannot copy FP8 so
+        else:
+            pool.index_copy_(0, slots, kv.to(pool.dtype))
+
+    def _widened(self, layer: int, by_slot: torch.Tensor) -> torch.Tensor:
+        """What was gathered from a pool, [num_slots, 2 * num_kv_heads, head_dim], in the type of the arithmetic."""
+        return by_slot if by_slot.dtype != FP8 else by_slot.to(self._dtype) * self._units[layer]
 
     def _view(self, table: torch.Tensor, span: Span, window: int | None) -> ChunkView:
         size, length = self._block_size, span.length
@@ -103,20 +126,21 @@ class ReferenceAttention:
         seen = places < lengths
         if window is not None:
             seen &= places >= lengths - window
-        mask = torch.zeros(seen.shape, dtype=self._pools[0].dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
         return DecodeView(blocks.view(-1), ~seen[:, :, None], mask.repeat(self._num_kv_heads, 1)[:, None])
 
     def _attend_decodes(
-        self, pool: torch.Tensor, q: torch.Tensor, spec: AttentionSpec, view: DecodeView, sinks: torch.Tensor | None
+        self, layer: int, q: torch.Tensor, spec: AttentionSpec, view: DecodeView, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Two batched products, one batch entry for each KV head of each row."""
         num_rows, head_dim = q.shape[0], q.shape[-1]
         num_kv_heads, length = self._num_kv_heads, view.mask.shape[-1]
-        by_head = pool.transpose(0, 1)  # [2 * num_kv_heads, num_slots, head_dim]
+        by_head = self._pools[layer].transpose(0, 1)  # [2 * num_kv_heads, num_slots, head_dim]
         kv = by_head.view(2 * num_kv_heads, -1, self._block_size, head_dim).index_select(1, view.blocks)
+        kv = self._widened(layer, kv.flatten(1, 2).transpose(0, 1)).transpose(0, 1)
         kv.view(2 * num_kv_heads, num_rows, length, head_dim).masked_fill_(view.unseen, 0)  # stale: NaN times 0 is NaN
         k, v = kv.view(2, num_kv_heads * num_rows, length, head_dim).unbind(0)
-        grouped = q.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).to(pool.dtype)
+        grouped = q.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).to(self._dtype)
         grouped = grouped.reshape(num_kv_heads * num_rows, -1, head_dim)
         if is_plain(spec):
             weights = torch.baddbmm(view.mask, grouped, k.transpose(1, 2), alpha=spec.scale).softmax(dim=-1)
@@ -127,20 +151,21 @@ class ReferenceAttention:
         return out.view(num_kv_heads, num_rows, -1, head_dim).transpose(0, 1).reshape(num_rows, -1)
 
     def _attend_chunk(
-        self, pool: torch.Tensor, q: torch.Tensor, spec: AttentionSpec, view: ChunkView, sinks: torch.Tensor | None
+        self, layer: int, q: torch.Tensor, spec: AttentionSpec, view: ChunkView, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         offset, count = view.span.offset, view.span.count
         head_dim = q.shape[-1]
-        kv = pool.index_select(0, view.index).view(-1, 2, self._num_kv_heads, 1, head_dim)
+        seen_kv = self._widened(layer, self._pools[layer].index_select(0, view.index))
+        kv = seen_kv.view(-1, 2, self._num_kv_heads, 1, head_dim)
         k, v = kv.permute(1, 2, 3, 0, 4).expand(-1, -1, self._num_heads // self._num_kv_heads, -1, -1).unbind(0)
         grouped = q[offset : offset + count].view(count, self._num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        grouped = grouped.to(pool.dtype)
+        grouped = grouped.to(self._dtype)
         if is_plain(spec):
             causal = view.mask is None
             out = scaled_dot_product_attention(grouped, k, v, view.mask, is_causal=causal, scale=spec.scale)
         else:
             seen = torch.ones(count, count, device=q.device).tril().bool() if view.mask is None else view.mask
-            mask = torch.zeros(seen.shape, dtype=pool.dtype, device=q.device).masked_fill_(~seen, -torch.inf)
+            mask = torch.zeros(seen.shape, dtype=self._dtype, device=q.device).masked_fill_(~seen, -torch.inf)
             by_group = None if sinks is None else sinks.view(self._num_kv_heads, -1, 1, 1)
             out = softmax(grouped @ k.transpose(2, 3), spec, mask, by_group) @ v
         return out.permute(2, 0, 1, 3).reshape(count, -1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from gapless.attention.base import Attend, AttentionBatch, Rotation
+from gapless.attention.base import FP8, Attend, AttentionBatch, KVUnits, Rotation
 from gapless.kernels.attention import decode, rotate_and_store
 from gapless.kernels.chunk_tiles import SIZE, cut
 from gapless.kernels.launch import HOPPER, beside, generation, gluon_kernels, pdl
@@ -74,13 +74,15 @@ class TritonAttention:
         num_rows: int,
         num_cores: int,
         groups: Sequence[int] | None = None,
+        units: Sequence[KVUnits] | None = None,
     ) -> None:
-        """specs: of each layer. groups: of each layer, which of the batch's tables it reads; None: there is one."""
+        """specs and units: of each layer. groups: of each layer, which of the batch's tables it reads; None: one."""
         num_heads = specs[0].num_heads
         self.pools = pools
         self.specs = specs
         self._groups = groups or [0] * len(specs)
-        self._options = [score_options(spec) for spec in specs]
+        units = units or [KVUnits()] * len(specs)
+        self._options = [score_options(spec, unit) for spec, unit in zip(specs, units, strict=True)]
         self._block_size = block_size
         self._num_heads = num_heads
         self._num_kv_heads = pools[0].shape[1] // 2
@@ -88,7 +90,8 @@ class TritonAttention:
         self._group = num_heads // self._num_kv_heads
         self._block_g = max(MIN_GROUP, triton.next_power_of_2(self._group))
         self._block_d = max(16, triton.next_power_of_2(self._head_dim))
-        self.num_warps = min(max(self._block_g * self._block_d * pools[0].element_size() // WARP_BYTES, 1), 4)
+        query_bytes = self._block_g * self._block_d * (2 if pools[0].dtype == FP8 else pools[0].element_size())
+        self.num_warps = min(max(query_bytes // WARP_BYTES, 1), 4)
         self._num_cores = num_cores
         self._precision = "ieee" if pools[0].dtype == torch.float32 else "tf32"
         self._scratch = self._make_scratch(num_rows)
@@ -206,7 +209,7 @@ class TritonAttention:
         decode[(batch.num_decodes, self._num_kv_heads, splits)](
             heads, rotation.cos_sin, heads if norm is None else norm, heads if sinks is None else sinks,
             self.pools[layer], slots, table, batch.decode_rows, batch.decode_lengths, out, *self._scratch,
-            rotation.eps, options.scale, table.stride(0),
+            rotation.eps, options.scale, options.k_unit, options.v_unit, table.stride(0),
             NUM_KV=self._num_kv_heads, GROUP=self._group, BLOCK_G=self._block_g,
             GROUP_2=triton.next_power_of_2(self._group),
             BLOCK_SIZE=self._block_size, BLOCK_N=64 if ahead else 32, NUM_SPLITS=splits, AHEAD=ahead,
@@ -251,12 +254,12 @@ class TritonAttention:
         """Tokens from the first chunk on are stored, padding too; those in the tiles attend."""
         slots, table = self._places(batch, layer)
         pool, options, sinks = self.pools[layer], self._options[layer], rotation.sinks
-        q = self.store(pool, heads, rotation, slots, batch.chunk_offsets, len(heads))
+        q = self.store(layer, heads, rotation, slots, batch.chunk_offsets, len(heads))
         if self._hopper is not None:
             self._hopper(q, pool, table, tiles, out, options, sinks)
             return out
         prefill[(self._num_heads, len(tiles) - 1)](
-            q, q if sinks is None else sinks, pool, table, tiles, out, options.scale, table.stride(0),
+            q, q if sinks is None else sinks, pool, table, tiles, out, options.scale, options.v_unit, table.stride(0),
             NUM_HEADS=self._num_heads, NUM_KV=self._num_kv_heads, SIZE=SIZE.value,
             BLOCK_SIZE=self._block_size, BLOCK_M=PREFILL_BLOCK_M, BLOCK_N=64, num_warps=4, num_stages=2,
             **options.constants(has_sinks=sinks is not None), **self._shape(),
@@ -265,23 +268,23 @@ class TritonAttention:
 
     def store(
         self,
-        pool: torch.Tensor,
+        layer: int,
         heads: torch.Tensor,
         rotation: Rotation,
         slots: torch.Tensor,
         first: torch.Tensor | None,
         end: int,
     ) -> torch.Tensor:
-        """Write keys and values of the batch's tokens from `first` to `end` into the pool; return the queries.
+        """Write keys and values of the batch's tokens from `first` to `end` into the layer's pool; return the queries.
 
         first: on the device, [>= 1]; None: from the first token on. Queries before it are undefined.
         """
         total, head_dim = heads.shape[1:]
         q = torch.empty(end, self._num_heads, head_dim, dtype=heads.dtype, device=heads.device)
-        norm = rotation.norm_weight
+        norm, options = rotation.norm_weight, self._options[layer]
         rotate_and_store[(end,)](
-            heads, rotation.cos_sin, heads if norm is None else norm, pool, slots, q,
-            self._none_before if first is None else first, rotation.eps,
+            heads, rotation.cos_sin, heads if norm is None else norm, self.pools[layer], slots, q,
+            self._none_before if first is None else first, rotation.eps, options.k_unit, options.v_unit,
             NUM_HEADS=self._num_heads, NUM_KV=self._num_kv_heads, HEAD_DIM=head_dim,
             BLOCK_D=triton.next_power_of_2(head_dim // 2), BLOCK_H=min(HEADS_A_TIME, triton.next_power_of_2(total)),
             HAS_NORM=norm is not None, num_warps=4,
@@ -296,6 +299,6 @@ class TritonAttention:
         }
 
 
-def score_options(spec: AttentionSpec) -> ScoreOptions:
+def score_options(spec: AttentionSpec, units: KVUnits) -> ScoreOptions:
     """What the kernels are told of a layer."""
-    return ScoreOptions(spec.scale * LOG2_E, spec.window or 0, spec.soft_cap or 0.0)
+    return ScoreOptions(spec.scale * units.k * LOG2_E, spec.window or 0, spec.soft_cap or 0.0, units.k, units.v)

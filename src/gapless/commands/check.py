@@ -38,7 +38,9 @@ DEPTHS = (1, 2, 3)
 LONGEST_PROMPT = 512  # tokens; more would only make the check slower
 NUM_ROWS = 8
 STEADY_SHARE = 0.5  # of the schedules, where only the same batches can be compared
-KEPT_OPTIONS = ("device", "dtype", "load_format", "quantization", "num_threads", "native", "batch_invariant", "seed")
+KEPT_OPTIONS = (
+    *("device", "dtype", "load_format", "quantization", "kv_dtype", "num_threads", "native", "batch_invariant", "seed"),
+)
 
 RULES = "You are a helpful assistant. Answer in one sentence, in plain words, and do not repeat the question."
 PROMPTS = (

@@ -7,6 +7,9 @@ packed into one tile; the last split to finish adds up the parts. For chunks the
 What a layer's spec asks for beyond plain attention is decided when a kernel is compiled, so that plain attention pays
 nothing. WINDOW: how many positions a token sees, 0: all of them; keys and block numbers before the window are not read.
 SOFT_CAP: of scores, 0: none. HAS_SINKS: `sinks` has a score of each query head that takes part in the softmax.
+
+A pool of FP8 holds keys and values divided by k_unit and v_unit; `scale` includes k_unit. The arithmetic is float16
+then, which has all numbers of FP8: one instruction makes two of them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,33 @@ from gapless.kernels.launch import launch_dependents_and_wait
 from gapless.kernels.soft_cap import LOG2_E, soft_capped
 
 SHARE = tl.constexpr(16)  # a split's keys are a multiple of this; whole tiles would leave the last split with few
+
+
+@triton.jit
+def as_operand(query, pool, like):
+    """Queries as the matrix units take them: of the type that `like` points to, unless the pool is FP8."""
+    if pool.dtype.element_ty.is_fp8():
+        query = query.to(tl.float16)
+    else:
+        query = query.to(like.dtype.element_ty)
+    return query
+
+
+@triton.jit
+def _stored(x, pool, unit):
+    """Numbers in float32 as the pool has them."""
+    if pool.dtype.element_ty.is_fp8():
+        x = x / unit
+        x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(pool.dtype.element_ty)
+
+
+@triton.jit
+def in_units(x, pool, unit):
+    """A weighted sum of values of the pool as numbers of the model."""
+    if pool.dtype.element_ty.is_fp8():
+        x = x * unit
+    return x
 
 
 @triton.jit
@@ -43,7 +73,7 @@ def _rotated(
 
 @triton.jit
 def _store_new(
-    heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps,
+    heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps, k_unit, v_unit,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Rotate the key of a row's new token, store key and value of one head in the pool; both, [1, len(dim)]."""
@@ -53,11 +83,12 @@ def _store_new(
     new = one[:, None] * HEAD_DIM + dim[None, :]
     key = NUM_KV * GROUP + kv_head + one
     k_new = _rotated(heads, norm, cos_sin, i, key, dim, in_head, eps, total, HEAD_DIM, HAS_NORM)
-    k_new = k_new.to(pool.dtype.element_ty)
+    k_new = _stored(k_new, pool, k_unit)
     v_new = tl.load(heads + (i * total + NUM_KV * (GROUP + 1) + kv_head) * HEAD_DIM + new, mask=in_head, other=0.0)
     at = pool + (tl.load(slots + i) * 2 * NUM_KV + kv_head) * HEAD_DIM + new
     tl.store(at, k_new, mask=in_head)
-    tl.store(at + NUM_KV * HEAD_DIM, v_new.to(pool.dtype.element_ty), mask=in_head)
+    v_new = _stored(v_new.to(tl.float32), pool, v_unit)
+    tl.store(at + NUM_KV * HEAD_DIM, v_new, mask=in_head)
     return k_new.to(tl.float32), v_new.to(tl.float32)
 
 
@@ -103,7 +134,7 @@ def _take_in_one(score, v, top, total, acc):
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "first"])  # views of larger tensors
 def rotate_and_store(
-    heads, cos_sin, norm, pool, slots, q_out, first, eps,
+    heads, cos_sin, norm, pool, slots, q_out, first, eps, k_unit, v_unit,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -146,14 +177,15 @@ def rotate_and_store(
             tl.store(q_at + half, out_2.to(q_out.dtype.element_ty), mask=is_query)
             kv_at = pool + (slot * 2 * NUM_KV + head[:, None] - NUM_HEADS) * HEAD_DIM + dim[None, :]
             is_kept = valid & (head >= NUM_HEADS)[:, None]
-            tl.store(kv_at, out_1.to(pool.dtype.element_ty), mask=is_kept)
-            tl.store(kv_at + half, out_2.to(pool.dtype.element_ty), mask=is_kept)
+            unit = tl.where(turns, k_unit, v_unit)
+            tl.store(kv_at, _stored(out_1, pool, unit), mask=is_kept)
+            tl.store(kv_at + half, _stored(out_2, pool, unit), mask=is_kept)
 
 
 @triton.jit
 def decode(
     heads, cos_sin, norm, sinks, pool, slots, blocks, rows, lengths, out, parts, stats, counters, eps, scale,
-    table_stride,
+    k_unit, v_unit, table_stride,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, GROUP_2: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     NUM_SPLITS: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -191,10 +223,11 @@ def decode(
         head = kv_head * GROUP + group
         head_mask = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
         turned = _rotated(heads, norm, cos_sin, i, head, dim, head_mask, eps, total_heads, HEAD_DIM, HAS_NORM)
-        query = turned.to(heads.dtype.element_ty)
+        query = as_operand(turned, pool, heads)
         if not AHEAD and end == length:
             _store_new(
-                heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps, NUM_KV, GROUP, HEAD_DIM, HAS_NORM,
+                heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps, k_unit, v_unit,
+                NUM_KV, GROUP, HEAD_DIM, HAS_NORM,
             )  # fmt: skip
             tl.debug_barrier()  # written by some threads, read by others
 
@@ -207,27 +240,30 @@ def decode(
             total = tl.where(split == 0, 1.0, total)
         if AHEAD:
             if begin < end_of_known:
-                scores = tl.dot(query, tl.trans(k_first), input_precision=PRECISION) * scale
+                scores = tl.dot(query, tl.trans(k_first.to(query.dtype)), input_precision=PRECISION) * scale
                 scores = soft_capped(scores, SOFT_CAP)
                 scores = tl.where((begin + step < end_of_known)[None, :], scores, -float("inf"))
-                top, total, acc = _take_in(scores, v_first, top, total, acc, PRECISION)
+                top, total, acc = _take_in(scores, v_first.to(query.dtype), top, total, acc, PRECISION)
             begin += BLOCK_N
         for start in range(begin, end_of_known, BLOCK_N):
             k, v = keys_and_values(
                 pool, table, start, end_of_known, 0, kv_head, dim, NUM_KV, HEAD_DIM, BLOCK_SIZE, BLOCK_N, False
             )
+            k, v = k.to(query.dtype), v.to(query.dtype)
             scores = soft_capped(tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale, SOFT_CAP)
             scores = tl.where((start + step < end_of_known)[None, :], scores, -float("inf"))
             top, total, acc = _take_in(scores, v, top, total, acc, PRECISION)
         if AHEAD and end == length:
             k_new, v_new = _store_new(
-                heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps, NUM_KV, GROUP, HEAD_DIM, HAS_NORM,
+                heads, cos_sin, norm, pool, slots, i, kv_head, dim, eps, k_unit, v_unit,
+                NUM_KV, GROUP, HEAD_DIM, HAS_NORM,
             )  # fmt: skip
             score = soft_capped(tl.sum(query.to(tl.float32) * k_new, axis=1) * scale, SOFT_CAP)
             top, total, acc = _take_in_one(score, v_new, top, total, acc)
         out_at = out + (i * NUM_KV * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
         if num_parts == 1:
-            tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=head_mask)
+            result = in_units(acc / total[:, None], pool, v_unit)
+            tl.store(out_at, result.to(out.dtype.element_ty), mask=head_mask)
         else:
             cell = (i * NUM_KV + kv_head) * NUM_SPLITS
             part_at = ((cell + split) * GROUP + group[:, None]) * HEAD_DIM + dim[None, :]
@@ -240,14 +276,14 @@ def decode(
             if num_done == num_parts - 1:
                 tl.store(counters + i * NUM_KV + kv_head, 0)  # ready for the next layer
                 _add_up(
-                    out, parts, stats, i, kv_head, cell, num_parts,
+                    out, pool, parts, stats, i, kv_head, cell, num_parts, v_unit,
                     NUM_KV, GROUP, GROUP_2, HEAD_DIM, BLOCK_D, NUM_SPLITS,
                 )  # fmt: skip
 
 
 @triton.jit
 def _add_up(
-    out, parts, stats, i, kv_head, cell, num_parts,
+    out, pool, parts, stats, i, kv_head, cell, num_parts, v_unit,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -266,7 +302,7 @@ def _add_up(
     at = ((cell + part[:, None, None]) * GROUP + group[None, :, None]) * HEAD_DIM + dim[None, None, :]
     mask = here[:, :, None] & (dim < HEAD_DIM)[None, None, :]
     values = tl.load(parts + at, mask=mask, other=0.0, cache_modifier=".cg")
-    joined = tl.sum(values * weight[:, :, None], axis=0) / whole[:, None]
+    joined = in_units(tl.sum(values * weight[:, :, None], axis=0) / whole[:, None], pool, v_unit)
     head = kv_head * GROUP + group
     out_at = out + (i * NUM_KV * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
     tl.store(out_at, joined.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gapless.kernels.attention import keys_and_values
+from gapless.kernels.attention import as_operand, in_units, keys_and_values
 from gapless.kernels.soft_cap import LOG2_E, soft_capped
 
 
@@ -33,6 +33,7 @@ def _take_in_tile(
         k, v = keys_and_values(
             pool, table, begin, last, floor, kv_head, dim, NUM_KV, HEAD_DIM, BLOCK_SIZE, BLOCK_N, WINDOW > 0
         )
+    k, v = k.to(query.dtype), v.to(query.dtype)
     scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
     if SOFT_CAP > 0:
         scores = soft_capped(scores * scale, SOFT_CAP)
@@ -54,7 +55,7 @@ def _take_in_tile(
 
 @triton.jit
 def prefill(
-    q, sinks, pool, blocks, tiles, out, scale, table_stride,
+    q, sinks, pool, blocks, tiles, out, scale, v_unit, table_stride,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SIZE: tl.constexpr,
@@ -77,7 +78,7 @@ def prefill(
         place = start + member
         mask = (place < last)[:, None] & (dim < HEAD_DIM)[None, :]
         at = ((token + member[:, None]) * NUM_HEADS + head) * HEAD_DIM + dim[None, :]
-        query = tl.load(q + at, mask=mask, other=0.0)
+        query = as_operand(tl.load(q + at, mask=mask, other=0.0), pool, q)
 
         top = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -112,4 +113,5 @@ def prefill(
                 query, pool, table, begin, last, floor, kv_head, dim, place, scale, top, total, acc,
                 NUM_KV, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, PRECISION, WINDOW, SOFT_CAP, False,
             )  # fmt: skip
-        tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+        result = in_units(acc / total[:, None], pool, v_unit)
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=mask)

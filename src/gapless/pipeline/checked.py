@@ -26,6 +26,7 @@ from gapless.runner.fill import Filled
 from gapless.runner.kits.base import BlockMemory
 from gapless.runner.steering import Steering
 
+FP8, FP8_NAN = torch.float8_e4m3fn, 0x7F
 SPOILED = -2  # in place of a token: the row read KV that is not a number
 TOKENS_END = 2**30  # no vocabulary is larger
 
@@ -77,7 +78,10 @@ class PoisoningRunner:
         if len(blocks):
             index = self._on_device(blocks)
             for place in self._memory.places:
-                place.index_fill_(0, index, value)
+                if place.dtype == FP8:  # torch cannot fill it so
+                    place.view(torch.uint8).index_fill_(0, index, FP8_NAN if value else 0)
+                else:
+                    place.index_fill_(0, index, value)
 
     def _mark_spoiled(self, blocks: LongArray, out: torch.Tensor) -> None:
         """Spoiled input spoils every later layer, so the last layer's keys and values show it.

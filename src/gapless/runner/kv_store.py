@@ -45,7 +45,8 @@ class KVStore:
         """Copy whole blocks; copies [n, 2] are from and to. No block is both."""
         sources, targets = copies.long().unbind(1)
         for pool in self.memory:
-            blocks = pool.view(-1, self._block_size, *pool.shape[1:])
+            bits = pool.view(torch.uint8) if pool.element_size() == 1 else pool  # torch has few operations on FP8
+            blocks = bits.view(-1, self._block_size, *pool.shape[1:])
             blocks[targets] = blocks[sources]
 
 

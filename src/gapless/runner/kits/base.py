@@ -13,6 +13,7 @@ from typing import Protocol, TypedDict
 
 import torch
 
+from gapless.attention.base import FP8
 from gapless.config import EngineOptions
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan
@@ -66,9 +67,10 @@ class Settings:
     ) -> Settings:
         """The options over these defaults. `kv_dtype` None: that of the weights."""
         chosen: torch.dtype = dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+        kv_chosen = FP8 if options.kv_dtype == "fp8" else kv_dtype or chosen
         tokens = options.max_batch_tokens or max_batch_tokens
         num_rows = min(options.max_num_rows or max_num_rows, tokens)
-        return cls(model, device_name, chosen, kv_dtype or chosen, num_rows, tokens, options.batch_invariant)
+        return cls(model, device_name, chosen, kv_chosen, num_rows, tokens, options.batch_invariant)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,11 @@ class CpuKit:
             max_num_rows=128,
         )
         reason = why_not(settings.dtype, model) if options.native or model.is_general else None
+        if options.kv_dtype == "fp8" and options.native and not model.is_general:
+            reason = "it has no FP8 KV cache"
         native = options.native and reason is None
+        if options.batch_invariant and options.kv_dtype == "fp8":
+            raise ConfigError("batch_invariant: on a CPU only native steps are, and they have no FP8 KV cache")
         if options.batch_invariant and not native:
             raise ConfigError("batch_invariant: on a CPU only native steps are (option native, and a C++ compiler)")
         as_is = all(getattr(options, name) == "auto" for name in ("dtype", "load_format", "quantization"))

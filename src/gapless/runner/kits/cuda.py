@@ -73,6 +73,7 @@ class CudaKit:
             options, model, "cuda", dtype=torch.bfloat16, kv_dtype=None, max_batch_tokens=8192, max_num_rows=256
         )
         check_fp8(options, model, settings.dtype)
+        check_kv_dtype(options, settings.dtype)
         return dataclasses.replace(
             settings, attention=candidates(options, model, settings.kv_dtype), slow_reason=reason, grouped=True
         )
@@ -125,6 +126,18 @@ def check_fp8(options: EngineOptions, model: ModelConfig, dtype: torch.dtype) ->
         raise ConfigError(f"FP8 weights need dtype bfloat16 on a GPU, not {str(dtype).removeprefix('torch.')}{hint}")
     if options.batch_invariant:
         raise ConfigError(f"batch_invariant: products with FP8 weights depend on the number of rows{hint}")
+
+
+def check_kv_dtype(options: EngineOptions, dtype: torch.dtype) -> None:
+    """Raises ConfigError where the KV cache cannot be what the options ask for."""
+    if options.kv_dtype != "fp8":
+        return
+    if not has_fp8():
+        raise ConfigError("kv_dtype fp8 needs a GPU of compute capability 8.9 or above")
+    if dtype == torch.float32:
+        raise ConfigError("kv_dtype fp8 needs dtype bfloat16 or float16 on a GPU, not float32")
+    if options.batch_invariant:
+        raise ConfigError("kv_dtype fp8: the attention kernels of batch_invariant have none")
 
 
 def make_layers(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool) -> Layers:
