@@ -123,7 +123,7 @@ def check_logprob(found: TokenLogprob | None, token: int, logits: np.ndarray, nu
     expected -= expected.max()
     expected -= np.log(np.exp(expected).sum())
     assert found.token == token
-    assert abs(found.logprob - expected[token]) <= atol
+    assert abs(found.logprob - expected[token]) <= atol, (found.logprob, expected[token])
     assert (expected > expected[token] + atol).sum() < found.rank <= (expected > expected[token] - atol).sum() + 1
     tops, values = [top for top, _ in found.top], [value for _, value in found.top]
     assert len(set(tops)) == len(tops) == num_top

@@ -68,12 +68,12 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PeerPlace:
     (folder / "vllm" / "__init__.py").write_text(STUB)
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
-    monkeypatch.setattr(workload_peers, "_device_memory", lambda: 2**30)
+    monkeypatch.setattr(workload_peers, "device_memory", lambda: 5 * 2**30)
     return PeerPlace("vllm", pythonpath=str(folder))
 
 
 def results(place: PeerPlace, tmp_path: Path, *names: str) -> list[WorkloadRow | str]:
-    return list(measure_peer(place, tmp_path, dict.fromkeys(names, 1.0), RATES, tmp_path / "log"))
+    return list(measure_peer(place, tmp_path, dict.fromkeys(names, 1.0), RATES, tmp_path / "log", held=2 * 2**30))
 
 
 def notes(tmp_path: Path) -> list[str]:
@@ -85,7 +85,7 @@ def test_a_peer_does_the_same_job_twice(vllm: PeerPlace, tmp_path: Path) -> None
     assert all(isinstance(row, WorkloadRow) for row in rows)
     for row in rows:
         assert isinstance(row, WorkloadRow)
-        assert (row.engine, row.depth, row.peak_gib) == ("vLLM 9.9", None, 0.0)
+        assert (row.engine, row.depth, row.peak_gib) == ("vLLM 9.9", None, 3.0)
         assert row.first_s > 0 < row.seconds
         assert row.start_s > 0
     start, *runs = notes(tmp_path)
@@ -152,6 +152,7 @@ def test_one_command_runs_both_engines(
     monkeypatch.setattr(gapless, "LLM", lambda path, **options: engine(path, **{**options, **on_cpu}))
     monkeypatch.setattr("gapless.device.pick_device", lambda name: name)
     monkeypatch.setattr(workloads, "measure_rates", lambda: RATES)
+    monkeypatch.setattr(workloads, "device_memory", lambda: 2**30)
     freed: list[bool] = []
     monkeypatch.setattr(workloads, "_free_device", lambda: freed.append(not (tmp_path / "notes").exists()))
     path, plot = tmp_path / "rows.json", tmp_path / "bars.svg"

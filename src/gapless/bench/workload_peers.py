@@ -39,9 +39,12 @@ class PeerPlace:
 
 
 def measure_peer(
-    place: PeerPlace, model: Path, ours: Mapping[str, float], rates: Rates, log: Path
+    place: PeerPlace, model: Path, ours: Mapping[str, float], rates: Rates, log: Path, held: int
 ) -> Iterator[WorkloadRow | str]:
-    """The workloads that we did, with the seconds that we took for both runs. A text says what a peer could not do."""
+    """The workloads that we did, with the seconds that we took for both runs. A text says what a peer could not do.
+
+    held: bytes of device memory that are in use without any peer.
+    """
     label = PEER_LABELS[place.name]
     works = [WORKLOADS[name] for name in ours]
     start = {
@@ -65,9 +68,8 @@ def measure_peer(
                 continue
             (first_s, seconds), note = found["seconds"], found["note"]
             engine = f"{label} {process.version}"
-            row = timed_row(
-                name, engine, first_s, seconds, rates, start_s=process.start_s, peak_gib=process.memory() / 2**30
-            )
+            peak_gib = (device_memory() - held) / 2**30
+            row = timed_row(name, engine, first_s, seconds, rates, start_s=process.start_s, peak_gib=peak_gib)
             yield replace(row, attention=f"{engine}: {note}" if note else "")
 
 
@@ -88,7 +90,6 @@ class _PeerProcess:
         self.version = ""
         self.start_s = 0.0
         self._place, self._start, self._log = place, start, log
-        self._held = _device_memory()  # by us
         self._process: LineProcess | None = None
 
     @property
@@ -103,10 +104,6 @@ class _PeerProcess:
         except ProcessFailed:
             self.close()  # even where it still answers: nobody knows its state
             raise
-
-    def memory(self) -> int:
-        """Bytes of device memory that it holds."""
-        return _device_memory() - self._held
 
     def close(self) -> None:
         if self._process is not None:
@@ -138,7 +135,8 @@ class _PeerProcess:
         return answer
 
 
-def _device_memory() -> int:
+def device_memory() -> int:
+    """Bytes of device memory in use, by whomever."""
     from gapless.device.cuda import memory_in_use
 
     return memory_in_use()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gapless.bench.kernels import KernelTable, profile_decode
 from gapless.bench.workload_jobs import SHAPES, WORKLOADS, Workload
-from gapless.bench.workload_peers import PeerPlace, measure_peer
+from gapless.bench.workload_peers import PeerPlace, device_memory, measure_peer
 from gapless.bench.workload_rows import (
     HEADER,
     Rates,
@@ -71,10 +71,12 @@ def measure(
             for row in _measure_shape(path, names, depth, task, rates, timelines):
                 ours[row.workload] = row.first_s + row.seconds
                 yield row
-        for place in task.peers:
+        if task.peers:
             _free_device()
+            held = device_memory()  # now: the memory of a peer that ended returns late
+        for place in task.peers:
             log = Path(task.logs or folder) / f"{shape}-{place.name}.log"
-            yield from measure_peer(place, path, ours, rates, log)
+            yield from measure_peer(place, path, ours, rates, log, held)
 
 
 def write_model(folder: Path, shape: str) -> Path:
