@@ -17,7 +17,6 @@ from gapless.errors import InvalidRequest
 from gapless.guides.automaton import Automaton, automaton_of
 from gapless.guides.compiler import Compiler
 from gapless.guides.grammar import Grammar
-from gapless.guides.json_programs import program_of
 from gapless.guides.masks import advance_together, fill_masks
 from gapless.guides.vocabulary import Vocabulary
 from gapless.text.tokenizer import Tokenizer
@@ -125,13 +124,13 @@ def test_an_automaton_gives_its_memory_back(words: Vocabulary) -> None:
 
 
 @pytest.mark.parametrize("schema", WITHOUT.values(), ids=WITHOUT)
-def test_shapes_without_a_program(schema: Any) -> None:
-    assert program_of(read_structured({"json_schema": schema})) is None
+def test_shapes_without_an_automaton(vocabulary: Vocabulary, schema: Any) -> None:
+    assert automaton_of(read_structured({"json_schema": schema}), vocabulary.bytes, vocabulary.num_words) is None
 
 
-def test_other_kinds_have_no_program() -> None:
-    for spec in ({"regex": "a"}, {"json_object": True}, {"json_schema": NAME, "whitespace_pattern": " *"}):
-        assert program_of(read_structured(spec)) is None
+def test_other_kinds_have_no_automaton(vocabulary: Vocabulary) -> None:
+    for spec in ({"json_object": True}, {"json_schema": NAME, "whitespace_pattern": " *"}):
+        assert automaton_of(read_structured(spec), vocabulary.bytes, vocabulary.num_words) is None
 
 
 def draw(rng: random.Random, depth: int = 0) -> Any:

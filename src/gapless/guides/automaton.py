@@ -17,11 +17,10 @@ import numpy as np
 from gapless.core.request import IntArray
 from gapless.core.structured import Structured
 from gapless.errors import InvalidRequest, NativeUnavailable
-from gapless.guides.json_programs import program_of
-from gapless.guides.programs import Program
 from gapless.native.library import load_automata
 
 REFUSED, TOOK, IS_OVER, TOO_COMPLEX = range(4)  # automaton.cpp has the same list
+SCHEMA, COMPACT_SCHEMA, CHOICE = range(3)  # likewise
 NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # that fill masks, with the caller
 
 
@@ -48,16 +47,14 @@ class ByteVocabulary:
 class Automaton:
     """A shape, ready for guides."""
 
-    def __init__(self, structured: Structured, program: Program, vocabulary: ByteVocabulary, num_words: int) -> None:
-        """num_words: of a mask."""
+    def __init__(self, structured: Structured, vocabulary: ByteVocabulary, num_words: int, handle: int) -> None:
+        """num_words: of a mask. handle: the library's; it is dropped with this object."""
         self.structured = structured
         self.num_words = num_words
         self.is_spent = False  # it has grown too large: make it again
         self.vocabulary = vocabulary
-        self._num_counted = program.num_counted
-        make = vocabulary.library.gapless_automaton
-        self._handle = make(vocabulary.handle, program.code.ctypes.data, len(program.code))
-        weakref.finalize(self, vocabulary.library.gapless_drop_automaton, self._handle).atexit = False
+        self._handle = handle
+        weakref.finalize(self, vocabulary.library.gapless_drop_automaton, handle).atexit = False
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +67,7 @@ class Automaton:
 
     def walker(self) -> int:
         """A text on its way, which the caller drops."""
-        made: int = self.vocabulary.library.gapless_walker(self._handle, self._num_counted)
+        made: int = self.vocabulary.library.gapless_walker(self._handle)
         return made
 
     def failure(self, took: int) -> InvalidRequest:
@@ -117,9 +114,24 @@ class AutomatonGuide:
 
 
 def automaton_of(structured: Structured, vocabulary: ByteVocabulary | None, num_words: int) -> Automaton | None:
-    """None where the shape has no program, or there is no library."""
-    program = None if vocabulary is None else program_of(structured)
-    return None if program is None or vocabulary is None else Automaton(structured, program, vocabulary, num_words)
+    """None where the shape is none of those that have an automaton, or there is no library."""
+    kind = _kind(structured)
+    if vocabulary is None or kind is None:
+        return None
+    text = structured.text.encode()
+    handle = vocabulary.library.gapless_automaton(vocabulary.handle, kind, text, len(text))
+    return None if handle is None else Automaton(structured, vocabulary, num_words, handle)
+
+
+def _kind(structured: Structured) -> int | None:
+    match structured.kind, structured.whitespace:
+        case "json_schema", None:
+            return SCHEMA
+        case "json_schema", "":
+            return COMPACT_SCHEMA
+        case "choice", _:
+            return CHOICE
+    return None
 
 
 def byte_vocabulary(texts: Sequence[bytes], ends: Sequence[int]) -> ByteVocabulary | None:

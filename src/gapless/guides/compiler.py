@@ -5,6 +5,9 @@ native code that recurses into a long chain of rules would otherwise end the pro
 code cannot be stopped: whoever waits for it is refused after a time limit, and a new thread takes its place. The limit
 counts from where a thread begins with the grammar: the vocabulary is loaded, and the library of automata built, before.
 A grammar that no thread takes in time is refused too, but may be tried again.
+
+A short source that has an automaton is compiled at once, by the caller: that takes some tens of microseconds of native
+code, less than to hand it to a thread.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ TIME_LIMIT_S = 10.0
 LONGEST_WAIT = 1.5  # times the limit: for a thread that takes the grammar
 MAX_KEPT = 1024  # grammars
 MAX_KEPT_BYTES = 32 * 2**20  # of their sources together
+SHORT = 4096  # characters of a source that the caller tries to compile itself
 MAX_STATE_BYTES = 512 * 2**20  # of the states and masks of automata together, which grow while they are used
 
 _stack_lock = threading.Lock()  # the size of the next thread's stack is a setting of the process
@@ -87,9 +91,20 @@ class Compiler:
             if found is not None and not _is_spent(found):
                 self._kept.move_to_end(structured)
                 return found
-            future: Future[CompiledShape] = Future()
-            future.set_running_or_notify_cancel()  # others may wait for it too: nobody can cancel it
+        future: Future[CompiledShape] = Future()
+        future.set_running_or_notify_cancel()  # others may wait for it too: nobody can cancel it
+        is_short = len(structured.text) <= SHORT
+        at_once = self._automaton(structured) if is_short and self._vocabulary is not None else None
+        if at_once is not None:
+            future.set_result(at_once)
+        with self._lock:
+            found = self._kept.get(structured)
+            if found is not None and not _is_spent(found):  # another thread was faster
+                return found
             self._keep(structured, future)
+            if at_once is not None:
+                self.num_compiled += 1
+                return future
             if self._num_threads < NUM_THREADS:
                 self._add_thread()
         job = _Job(structured, future)
@@ -125,6 +140,8 @@ class Compiler:
 
     def _make_room(self, num_bytes: int) -> None:
         """Drop automata until the kept ones have so much less memory, those first that were used longest ago."""
+        if num_bytes <= 0:
+            return
         with self._lock:
             for structured, future in list(self._kept.items()):
                 if num_bytes <= 0:
@@ -178,14 +195,19 @@ class Compiler:
 
     def _compile(self, structured: Structured) -> CompiledShape:
         """The libraries are loaded here: an engine that is never asked for a shape does without them."""
-        from gapless.guides.automaton import automaton_of
         from gapless.guides.grammar import Grammar
+
+        found = self._automaton(structured)
+        return Grammar(structured, self._loaded(), self._jobs.put) if found is None else found
+
+    def _automaton(self, structured: Structured) -> CompiledShape | None:
+        """None for shapes that have none."""
+        from gapless.guides.automaton import automaton_of
 
         vocabulary = self._loaded()
         if vocabulary.bytes is not None:
             self._make_room(vocabulary.bytes.num_state_bytes - MAX_STATE_BYTES)
-        found = automaton_of(structured, vocabulary.bytes, vocabulary.num_words)
-        return Grammar(structured, vocabulary, self._jobs.put) if found is None else found
+        return automaton_of(structured, vocabulary.bytes, vocabulary.num_words)
 
     def _may_leave(self) -> bool:
         """Whether a new thread has taken the place of this one, which was thought to be stuck."""
@@ -198,8 +220,9 @@ class Compiler:
     def _loaded(self) -> Vocabulary:
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = self._load_vocabulary()
-                _ = self._vocabulary.bytes  # made once too, under this lock
+                found = self._load_vocabulary()
+                _ = found.bytes  # made once too, under this lock, before anybody sees the vocabulary
+                self._vocabulary = found
             return self._vocabulary
 
     def _limit_wait(self, job: _Job) -> None:

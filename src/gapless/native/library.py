@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -109,8 +109,8 @@ SIGNATURES: Signatures = {
 }
 AUTOMATON_SIGNATURES: Signatures = {
     "gapless_vocabulary": (c_void_p, [c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_int32]),
-    "gapless_automaton": (c_void_p, [c_void_p, c_void_p, c_int32]),
-    "gapless_walker": (c_void_p, [c_void_p, c_int64]),
+    "gapless_automaton": (c_void_p, [c_void_p, c_int32, c_char_p, c_int64]),
+    "gapless_walker": (c_void_p, [c_void_p]),
     "gapless_advance": (None, [c_void_p, c_void_p, c_int32, c_void_p]),
     "gapless_fill": (None, [c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_void_p]),
     "gapless_automaton_bytes": (c_int64, [c_void_p]),

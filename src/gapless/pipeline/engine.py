@@ -117,11 +117,12 @@ class Engine:
         `on_start` is called on the loop's thread before the request gets a row, and again after a preemption.
         """
         self.check_process()
+        if not self._closing:
+            self._grammars.start(request.params)  # before the loop hears of it, which then finds most grammars compiled
         with self._lock:
             if self._closing:
                 raise EngineClosed("the engine is closed") from self._error
             self._inbox.put(Submit(request, deliver, on_start))
-        self._grammars.start(request.params)  # meanwhile the loop finishes its step
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request soon; its Finished comes as for any other. Unknown ids are ignored."""
