@@ -10,7 +10,8 @@ import pytest
 
 from gapless.cli import main
 from gapless.core.limits import Limits
-from gapless.sim.costs import Costs, MeasuredStep, StepFile, StepShape, write_steps
+from gapless.sim.costs import Costs, MeasuredStep, StepShape
+from gapless.sim.step_file import SHIPPED, StepFile, write_steps
 
 TRUE = Costs((4e-3, 1e-3, 2e-5, 3e-8, 5e-5, 1e-9), 0, 0.0, 0.0)
 
@@ -64,3 +65,16 @@ def test_wrong_flags(files: list[str], flags: list[str], said: str, capsys: pyte
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_shipped_step_times_are_the_default(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for name in SHIPPED:
+        assert main([*files[:2], "--costs", name]) == 0
+        assert "on an H200" in capsys.readouterr().out
+    assert main(files[:2]) == 0
+    assert "8B (Llama 3 shape) on an H200" in capsys.readouterr().out
+
+
+def test_unknown_step_times(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*files[:2], "--costs", "h100"]) == 2
+    assert "--costs h100: no such file; shipped are h200-8b, h200-0.6b" in capsys.readouterr().err

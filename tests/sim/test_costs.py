@@ -9,7 +9,8 @@ import pytest
 
 from gapless.core.limits import Limits
 from gapless.errors import ConfigError
-from gapless.sim.costs import Costs, MeasuredStep, StepFile, StepShape, fit, read_steps, write_steps
+from gapless.sim.costs import Costs, MeasuredStep, StepShape, fit
+from gapless.sim.step_file import StepFile, read_steps, write_steps
 
 TRUE = Costs((4e-3, 1e-3, 2e-5, 3e-8, 5e-5, 1e-9), 0, 0.0, 0.0)
 LIMITS = Limits(8, 100, 16, 512, 256)

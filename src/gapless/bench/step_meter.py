@@ -20,7 +20,8 @@ from gapless.llm import LLM
 from gapless.pipeline.engine import Engine
 from gapless.progress import progress_bar
 from gapless.sim.arrivals import Arrival
-from gapless.sim.costs import MeasuredStep, StepFile, StepShape, shape_of
+from gapless.sim.costs import MeasuredStep, StepShape, shape_of
+from gapless.sim.step_file import StepFile
 
 MOST_OUTPUT = 24  # tokens of a measured request
 WARM_UP = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

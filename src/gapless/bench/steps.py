@@ -26,7 +26,8 @@ def main(args: argparse.Namespace, options: EngineOptions) -> int:
     """Measure, write, and say how well a fit describes the steps."""
     from gapless.bench.step_meter import measure_steps
     from gapless.llm import LLM
-    from gapless.sim.costs import fit, write_steps
+    from gapless.sim.costs import fit
+    from gapless.sim.step_file import write_steps
 
     for name in ("rounds", "longest"):
         if (value := getattr(args, name)) is not None and value < 1:

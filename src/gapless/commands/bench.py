@@ -49,6 +49,11 @@ def add_benchmarks(commands: Any) -> None:
     add_sim_check_options(checked)
     add_engine_options(checked, without=("trace", "record"))
 
+    routing = add_command(kinds, "routing", "compare routing policies on simulated replicas", _bench_routing)
+    from gapless.bench.routing import add_arguments as add_routing_options
+
+    add_routing_options(routing)
+
 
 def _bench_host(args: argparse.Namespace) -> int:
     from gapless.bench.host import main as bench
@@ -78,6 +83,12 @@ def _bench_sim(args: argparse.Namespace) -> int:
     from gapless.bench.sim_check import main as bench
 
     return bench(args, engine_options(args))
+
+
+def _bench_routing(args: argparse.Namespace) -> int:
+    from gapless.bench.routing import main as bench
+
+    return bench(args)
 
 
 def _bench_serve(args: argparse.Namespace) -> int:

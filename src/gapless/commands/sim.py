@@ -13,9 +13,9 @@ from gapless.errors import ConfigError, OutputError
 from gapless.progress import progress_bar
 
 if TYPE_CHECKING:
-    from gapless.sim.costs import Costs, StepFile
     from gapless.sim.figures import Latency, SimFigures
     from gapless.sim.fleet import FleetOptions, FleetRun
+    from gapless.sim.step_file import SimEngine
 
 LIMITS = ("num_rows", "num_blocks", "block_size", "max_batch_tokens", "max_model_len")
 ROUTINGS = ("prefix", "load", "random")
@@ -25,7 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `gapless sim`."""
     add = parser.add_argument
     add("trace", metavar="TRACE", help="requests: Azure's CSV, Mooncake's JSONL, or a recorded JSONL")
-    add("--costs", required=True, metavar="STEPS.jsonl", help="measured steps, from `gapless bench steps`")
+    add(
+        "--costs",
+        default="h200-8b",
+        metavar="STEPS.jsonl",
+        help="measured steps, from `gapless bench steps`, or shipped ones: h200-8b, h200-0.6b (default: h200-8b)",
+    )
     add("--replicas", type=int, default=1, metavar="N", help="engines (default: 1)")
     add("--ranks", type=int, default=1, metavar="N", help="GPUs of a replica, for the price (default: 1)")
     add("--routing", choices=ROUTINGS, default="prefix", help="how requests are spread (default: prefix)")
@@ -46,18 +51,17 @@ def sim(args: argparse.Namespace) -> int:
     """Fit, simulate, print."""
     _check(args)
     from gapless.sim.arrivals import read_arrivals, scaled
-    from gapless.sim.costs import fit, read_steps
     from gapless.sim.figures import figures_of
     from gapless.sim.fleet import simulate
+    from gapless.sim.step_file import read_engine
 
-    steps = read_steps(args.costs)
-    costs = fit(steps.steps)
-    options = _options(args, steps, costs)
+    engine = read_engine(args.costs)
+    options = _options(args, engine)
     arrivals = scaled(read_arrivals(args.trace)[: args.requests], args.rate)
     with progress_bar("simulating", len(arrivals), "request") as bar:
         run = simulate(arrivals, options, bar.advance)
     figures = figures_of(run, args.ranks, args.price)
-    lines = table(figures, run, steps, args.ranks, args.price)
+    lines = table(figures, run, engine.name, args.ranks, args.price)
     print("\n".join(lines))
     if args.html is not None:
         from gapless.sim.page import render
@@ -80,23 +84,22 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be a number of at least 0, not {getattr(args, name)}")
 
 
-def _options(args: argparse.Namespace, steps: StepFile, costs: Costs) -> FleetOptions:
+def _options(args: argparse.Namespace, engine: SimEngine) -> FleetOptions:
     from gapless.sim.fleet import FleetOptions
 
     given = {name: getattr(args, name) for name in LIMITS if getattr(args, name) is not None}
     given |= {"prefix_cache": False} if args.no_prefix_cache else {}
-    limits = dataclasses.replace(steps.limits, **given)
-    depth, max_step_s = args.depth or steps.depth, args.max_step_time or math.inf
-    return FleetOptions(limits, costs, args.replicas, depth, max_step_s, args.routing, args.seed)
+    limits = dataclasses.replace(engine.limits, **given)
+    depth, max_step_s = args.depth or engine.depth, args.max_step_time or math.inf
+    return FleetOptions(limits, engine.costs, args.replicas, depth, max_step_s, args.routing, args.seed)
 
 
-def table(figures: SimFigures, run: FleetRun, steps: StepFile, ranks: int, price: float) -> list[str]:
+def table(figures: SimFigures, run: FleetRun, name: str, ranks: int, price: float) -> list[str]:
     """The lines that the command prints."""
     options, costs = run.options, run.options.costs
     limits = options.limits
     lines = [
-        f"costs       {steps.name}: {costs.num_steps} steps, error {costs.error:.1%} (median), "
-        f"{costs.error_p90:.0%} (p90)",
+        f"costs       {name}: {costs.num_steps} steps, error {costs.error:.1%} (median), {costs.error_p90:.0%} (p90)",
         f"fleet       {_many(options.replicas, 'replica')} of {_many(ranks, 'GPU')}, routing {options.routing}, depth "
         f"{options.depth}; each {limits.num_rows} rows, {limits.num_blocks} blocks of {limits.block_size}",
         f"requests    {figures.num_requests} in {figures.seconds:.1f} s, {figures.num_preemptions} preemptions",

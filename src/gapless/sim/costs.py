@@ -9,16 +9,12 @@ attention of each token to those before it (chunk work). No term is negative. Kn
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
-from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import RowTable
 from gapless.errors import ConfigError
@@ -48,16 +44,6 @@ class MeasuredStep:
 
     shape: StepShape
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepFile:
-    """Measured steps, and the engine that ran them."""
-
-    limits: Limits
-    depth: int
-    name: str  # of the model and the device
-    steps: tuple[MeasuredStep, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,59 +103,3 @@ def _least_squares(terms: Floats, wanted: Floats) -> Floats:
             break
         kept = np.delete(kept, int(part.argmin()))
     return found
-
-
-def write_steps(path: str, found: StepFile) -> None:
-    """A line for the engine, and a line for each step."""
-    limits = {name: getattr(found.limits, name) for name in LIMIT_NAMES}
-    head = {"name": found.name, "depth": found.depth, "limits": limits}
-    lines = [json.dumps(head), *(json.dumps({**asdict(s.shape), "seconds": s.seconds}) for s in found.steps)]
-    try:
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-LIMIT_NAMES = ("num_rows", "num_blocks", "block_size", "max_batch_tokens", "max_model_len", "prefix_cache")
-
-
-def read_steps(path: str) -> StepFile:
-    """The steps of a file that `gapless bench steps` wrote. Raises ConfigError."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"{path}: the measured steps cannot be read: {reason}") from None
-    rows = [_object(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not rows or not isinstance(rows[0].get("limits"), dict):
-        raise ConfigError(f"{path}: line 1 has no limits; `gapless bench steps` writes such files")
-    sizes: dict[str, Any] = {name: _integer(path, 1, rows[0]["limits"], name) for name in LIMIT_NAMES[:-1]}
-    limits = Limits(**sizes, prefix_cache=bool(rows[0]["limits"].get("prefix_cache", True)))
-    depth = _integer(path, 1, rows[0], "depth")
-    steps = tuple(_step(path, number, row) for number, row in enumerate(rows[1:], 2))
-    return StepFile(limits, depth, str(rows[0].get("name", path)), steps)
-
-
-def _object(path: str, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{path}, line {number}: not a JSON object; `gapless bench steps` writes such files")
-    return row
-
-
-def _integer(path: str, number: int, row: dict[str, Any], name: str, least: int = 1) -> int:
-    value = row.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{path}, line {number}: {name} must be an integer of at least {least}, not {value!r}")
-    return value
-
-
-def _step(path: str, number: int, row: dict[str, Any]) -> MeasuredStep:
-    seconds = row.get("seconds")
-    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < float("inf"):
-        raise ConfigError(f"{path}, line {number}: seconds must be a number above 0, not {seconds!r}")
-    counts = {f.name: _integer(path, number, row, f.name, 0) for f in fields(StepShape)}
-    return MeasuredStep(StepShape(**counts), float(seconds))
