@@ -82,7 +82,6 @@ def test_a_header_of_absurd_length(tmp_path: Path, length: int) -> None:
         {"data_offsets": [0, 2**60]},
         {"data_offsets": [0, 0]},
         {"data_offsets": [8, 4]},
-        {"dtype": "F17"},
         {"dtype": 5},
         {"dtype": "F64"},
         {"shape": [-1]},
@@ -308,3 +307,24 @@ def test_dummy_weights_depend_on_the_seed_only(tmp_path: Path) -> None:
     assert torch.equal(logits(3), logits(3))
     assert not torch.equal(logits(3), logits(4))
     assert logits(3).isfinite().all()
+
+
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("case", ["equal", "different", "alone"])
+def test_a_head_beside_tied_embeddings(tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers uses a head that differs, and takes one that is alone for the embedding."""
+    import transformers
+
+    save_hf(tmp_path, tie_word_embeddings=True)
+    path = tmp_path / "model.safetensors"
+    table = load_file(path)[TABLE]
+    head = table.flip(0).contiguous() if case == "different" else table.clone()
+    rewrite(path, {HEAD: head} | ({TABLE: None} if case == "alone" else {}))
+    found = full_logits(load(tmp_path), random_tokens())
+    kind: Any = transformers.AutoModelForCausalLM
+    with torch.inference_mode():
+        expected = kind.from_pretrained(tmp_path, dtype=torch.float32)(random_tokens()[None]).logits[0]
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert ("both are used" in caplog.text) == (case == "different")

@@ -66,7 +66,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
         (f"{UP}_scales", None, "no blocks of 32 numbers"),
         (f"{UP}_scales", torch.zeros(4, 64, 3, dtype=torch.uint8), "no blocks of 32 numbers"),
         (f"{UP}_blocks", torch.zeros(4, 64, 2, 8, dtype=torch.uint8), "no blocks of 32 numbers"),
-        (f"{UP}_blocks", torch.zeros(4, 64, 2, 16), "is torch.float32, not bytes"),
+        (f"{UP}_blocks", torch.zeros(4, 64, 2, 16), "is F32, not bytes"),
     ],
 )
 def test_blocks_that_are_none(tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str) -> None:

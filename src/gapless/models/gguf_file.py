@@ -7,8 +7,10 @@ Knows nothing of architectures: what a key or a tensor name means is for `config
 import errno
 import mmap
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,22 @@ class GGUFFile:
         except (struct.error, UnicodeDecodeError, ValueError, MemoryError) as error:
             raise CorruptModel(f"{path}: the GGUF header is damaged or cut short ({error})") from error
         self.tensors = {name: GGUFTensor(path, name, shape, kind, start + at) for name, shape, kind, at in infos}
+        if len(self.tensors) < len(infos):
+            twice = next(name for name, count in Counter(info[0] for info in infos).items() if count > 1)
+            raise CorruptModel(f"{path}: the tensor {twice[:200]} is there twice")
         self._buffer = buffer
         self._num_touched = 0  # bytes, since the pages were last given back
+
+    def check(self) -> None:
+        """Every tensor can be read: its type is known, the file has all of it, and no two share a byte."""
+        tensors = sorted(self.tensors.values(), key=lambda tensor: tensor.offset)
+        for tensor in tensors:
+            tensor.check_readable()
+        for tensor, following in pairwise(tensors):
+            if tensor.offset + tensor.bytes_in(self._buffer).nbytes > following.offset:
+                raise CorruptModel(f"{self.path}: the tensors {tensor.name} and {following.name} overlap")
+        if tensors:
+            tensors[-1].bytes_in(self._buffer)
 
     def load(self, name: str) -> npt.NDArray[np.float32]:
         """Dequantizes one tensor to float32, in the row-major shape of `tensors[name].shape`."""
@@ -95,6 +111,13 @@ class GGUFTensor:
             raise UnsupportedModel(f"{self.path}: tensor {self.name} has the unknown type {self.kind}") from error
         return kind
 
+    def check_readable(self) -> None:
+        """Raises UnsupportedModel unless the `gguf` package turns this kind into numbers."""
+        import gguf
+
+        kind = self.checked_kind()
+        _dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind, f"{self.path}: tensor {self.name}")
+
     def bytes_in(self, buffer: mmap.mmap) -> npt.NDArray[np.uint8]:
         kind = self.checked_kind()
         block_size, block_bytes = _block(kind)
@@ -124,7 +147,7 @@ def _dequantize(raw: npt.NDArray[np.uint8], kind: Any, where: str) -> npt.NDArra
     try:
         values: npt.NDArray[np.float32] = gguf.quants.dequantize(raw, kind)
     except NotImplementedError as error:
-        raise UnsupportedModel(f"{where}: cannot dequantize type {kind.name}") from error
+        raise UnsupportedModel(f"{where} has the type {kind.name}, which cannot be turned into numbers") from error
     return values
 
 

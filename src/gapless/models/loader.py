@@ -4,7 +4,6 @@ Owns the order of loading. Knows no file format (`weights`), no family (`registr
 """
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -14,13 +13,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gapless.errors import ConfigError, CorruptModel, UnsupportedModel
+from gapless.errors import ConfigError, CorruptModel, ModelError, UnsupportedModel
+from gapless.models.checks import check_shapes, check_types
 from gapless.models.config import ModelConfig
 from gapless.models.cut import weight_cuts
 from gapless.models.decoder import CausalLM
-from gapless.models.files import read_object
+from gapless.models.files import read_object, shown
 from gapless.models.fp8 import Fp8Scheme, MakeLinear, dequantize
-from gapless.models.fp8_weights import STORED, Fp8Weights, are_numbers
+from gapless.models.fp8_weights import Fp8Weights, are_numbers
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.gguf_scheme import KINDS
 from gapless.models.layers import PLAIN, Layers
@@ -40,25 +40,44 @@ logger = logging.getLogger(__name__)
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "none", "fp8"]  # as stored; made whole; FP8 also where the checkpoint is not
 LoadProgress = Callable[[int, int], None]  # tensors read so far, of how many
-_MAX_NAMED = 5
 _CHECKED_AT_ONCE = 2**24
 _PANEL = 16  # outputs that native products have side by side
-# Tensors that checkpoints have and no model here reads: tables of frequencies, masks, a head that is the embedding,
-# and the eyes of models that also see.
-_HARMLESS = re.compile(
-    r"inv_freq$|\battn\.(masked_)?bias$|\battention\.(masked_)?bias$"
-    r"|^vision_tower\.|^multi_modal_projector\."
-    r"|^(lm_head|embed_out|output|language_model\.lm_head)\.weight$|^rope_(freqs|factors_\w+)\.weight$"
-)
 
 
 def load_config(source: ModelSource) -> ModelConfig:
     if source.kind == "gguf":
         file = GGUFFile(source.path)
+        if (count := file.metadata.get("split.count", 1)) != 1:
+            raise UnsupportedModel(
+                f"{source.path}: is one of {shown(count)} parts; make them one file with `llama-gguf-split --merge`"
+            )
         config = gguf_config(file)
         return replace(config, kinds=_kinds(file, config))
     generation = read_object(source.path / "generation_config.json", optional=True)
-    return hf_config(read_object(source.path / "config.json"), generation, source.path)
+    return _with_ends(source, hf_config(read_object(source.path / "config.json"), generation, source.path))
+
+
+def _with_ends(source: ModelSource, config: ModelConfig) -> ModelConfig:
+    """Where a config ties the head to the embedding, what the checkpoint has of both decides, as in transformers.
+
+    A head that differs from the embedding is used, and a head alone is the embedding too.
+    """
+    if config.is_general or not config.tie_embeddings:
+        return config
+    names = config.names
+    table, head = f"{names.embedding}.weight", f"{names.head}.weight"
+    try:
+        weights = SafetensorsWeights(source.path, first=table)
+    except ModelError:  # a config alone is enough for random weights; who wants these is told then
+        return config
+    if head not in weights.shapes:
+        return config
+    if table not in weights.shapes:
+        return replace(config, names=replace(names, embedding=names.head))
+    if torch.equal(weights.read(head), weights.read(table)):
+        return config
+    logger.warning("%s: tie_word_embeddings is true, but %s is not %s; both are used", source.path, head, table)
+    return replace(config, tie_embeddings=False)
 
 
 def load_model(
@@ -113,7 +132,7 @@ def open_weights(
     """
     expected = weight_shapes(config if config.shard is None else config.shard.whole)
     weights = _open_source(source, config, expected, dtype, device, load_format, seed)
-    _check_shapes(weights, expected, source)
+    check_shapes(weights, expected, config, source)
     if config.shard is not None:
         weights = PartWeights(divisible(weights), weight_cuts(config.shard))
     kept = weights if stored and isinstance(weights, GGUFWeights) else None
@@ -162,39 +181,10 @@ def _open_source(
     if source.kind == "gguf":
         return GGUFWeights(GGUFFile(source.path))
     weights = SafetensorsWeights(source.path, first=next(iter(expected)))
-    _check_types(weights, config)
+    check_types(weights, config)
     if config.fp8 is not None:
         return Fp8Weights(weights, config.fp8)
     return Mxfp4Weights(weights) if any(name.endswith(BLOCKS) for name in weights.shapes) else weights
-
-
-def _check_types(weights: SafetensorsWeights, config: ModelConfig) -> None:
-    """Numbers of 8 bits mean nothing without their scales."""
-    for name, kind in weights.dtypes.items():
-        if kind in ("F8_E4M3", "F8_E5M2") and (config.fp8 is None or kind != STORED):
-            why = "config.json has no quantization_config" if kind == STORED else f"only {STORED} is supported"
-            raise UnsupportedModel(f"{weights.origin(name)}: tensor {name} is {kind}: {why}")
-
-
-def _check_shapes(weights: Weights, expected: Shapes, source: ModelSource) -> None:
-    missing = [name for name in expected if name not in weights.shapes]
-    if missing:
-        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
-        raise CorruptModel(f"{source.path}: missing weights: {', '.join(missing[:_MAX_NAMED])}{more}")
-    for name, shape in expected.items():
-        if weights.shapes[name] != shape:
-            raise CorruptModel(
-                f"{weights.origin(name)}: tensor {name} has shape {weights.shapes[name]}, the config says {shape}"
-            )
-    unused = [name for name in weights.shapes if name not in expected]
-    if extra := [name for name in unused if not _HARMLESS.search(name)]:
-        more = f" and {len(extra) - _MAX_NAMED} more" if len(extra) > _MAX_NAMED else ""
-        raise CorruptModel(
-            f"{weights.origin(extra[0])}: the model that the config describes has no tensor "
-            f"{', '.join(extra[:_MAX_NAMED])}{more}"
-        )
-    if unused:
-        logger.debug("%s: %d unused tensors: %s", source.path, len(unused), ", ".join(unused[:_MAX_NAMED]))
 
 
 class _Reader:

@@ -33,13 +33,16 @@ class Mxfp4Weights:
                 f"{self._weights.origin(name + BLOCKS)}: tensor {name}{BLOCKS} has shape {blocks} and {name}{SCALES} "
                 f"has {scales}: these are no blocks of 32 numbers with a scale each"
             )
+        for part in (name + BLOCKS, name + SCALES):
+            if (kind := self._weights.dtypes[part]) != "U8":
+                raise CorruptModel(f"{self._weights.origin(part)}: tensor {part} is {kind}, not bytes")
         count, outputs, groups, _ = blocks
         return count, groups * 2 * _BLOCK_BYTES, outputs
 
     def read(self, name: str) -> Tensor:
         if name not in self._shapes:
             return self._weights.read(name)
-        blocks, scales = (self._weights.read_bytes(name + end) for end in (BLOCKS, SCALES))
+        blocks, scales = (self._weights.read(name + end) for end in (BLOCKS, SCALES))
         return dequantize(blocks, scales).transpose(1, 2)
 
     def origin(self, name: str) -> str:

@@ -6,20 +6,21 @@ Knows the file layouts; knows nothing of what a model does with a weight.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from zlib import crc32
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gapless.errors import CorruptModel, UnsupportedModel
-from gapless.models.files import check_regular, is_there, read_object, shown
+from gapless.models.files import is_there, read_object, shown
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.gguf_scheme import has_finite_scales, stored_weight
+from gapless.models.safetensors_file import SafetensorsFile
 from gapless.models.weight import Weight
 
 Shapes = Mapping[str, tuple[int, ...]]
+INDEX = "model.safetensors.index.json"
 _DUMMY_SCALE = 0.02
 
 
@@ -36,7 +37,7 @@ class Weights(Protocol):
 
 
 class SafetensorsWeights:
-    """One file or many shards, with or without an index; the files stay mapped while this lives.
+    """One file or many shards, with or without an index; the files stay mapped while this or a tensor of it lives.
 
     Some checkpoints leave out the first word of all names. Which, the name of one weight shows.
     """
@@ -44,89 +45,63 @@ class SafetensorsWeights:
     def __init__(self, directory: Path, first: str = "") -> None:
         """first: the full name of a weight that every checkpoint has."""
         self._directory = directory
-        self._files: dict[str, Any] = {}  # the open shard of each tensor
-        self._origins: dict[str, str] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        dtypes: dict[str, str] = {}
-        for path in _shards(directory):
-            file = _open_shard(path)
-            for name in file.keys():  # noqa: SIM118
-                self._files[name], self._origins[name] = file, str(path)
-                part = file.get_slice(name)
-                shapes[name], dtypes[name] = tuple(part.get_shape()), part.get_dtype()
+        self._files: dict[str, SafetensorsFile] = {}  # of each tensor
+        index = directory / INDEX
+        places = read_index(index) if is_there(index) else {}
+        for path in _shards(directory, places):
+            self._add(SafetensorsFile(path))
+        for name, shard in places.items():
+            if name not in self._files:
+                raise CorruptModel(f"{directory / shard}: has no tensor {name}, though {INDEX} says so")
         word, _, rest = first.partition(".")
-        self._left_out = f"{word}." if first not in shapes and rest in shapes else ""
-        self.shapes: Shapes = {self._full(name): shape for name, shape in shapes.items()}
-        self.dtypes = {self._full(name): dtype for name, dtype in dtypes.items()}  # as safetensors calls them
+        self._left_out = f"{word}." if first not in self._files and rest in self._files else ""
+        tensors = {self._full(name): file.tensors[name] for name, file in self._files.items()}
+        self.shapes: Shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self.dtypes = {name: tensor.kind for name, tensor in tensors.items()}  # as safetensors calls them
+
+    def _add(self, file: SafetensorsFile) -> None:
+        for name in file.tensors:
+            if name in self._files:
+                raise CorruptModel(f"{file.path}: has a tensor {name}, and so has {self._files[name].path}")
+            self._files[name] = file
 
     def _full(self, name: str) -> str:
         return name if name.startswith(("lm_head.", self._left_out)) else self._left_out + name
 
     def read(self, name: str) -> Tensor:
-        return self._floating(name, self._read(name))
-
-    def _floating(self, name: str, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            raise UnsupportedModel(
-                f"{self.origin(name)}: tensor {name} is {tensor.dtype}; quantized weights need a GGUF"
-            )
-        return tensor
+        """It lies in the mapping of its file."""
+        stored = self._stored(name)
+        return self._files[stored].read(stored)
 
     def read_stretch(self, name: str, axis: int, begin: int, end: int) -> Tensor:
         """A part of a tensor; the rest of it is not read."""
-        stored, place = self._stored(name), (*[slice(None)] * axis, slice(begin, end))
-        try:
-            tensor: Tensor = self._files[stored].get_slice(stored)[place]
-        except (SafetensorError, OSError) as error:
-            raise CorruptModel(f"{self.origin(name)}: tensor {name} cannot be read ({error})") from error
-        return self._floating(name, tensor)
-
-    def read_bytes(self, name: str) -> Tensor:
-        """A tensor that is no numbers by itself."""
-        tensor = self._read(name)
-        if tensor.dtype != torch.uint8:
-            raise CorruptModel(f"{self.origin(name)}: tensor {name} is {tensor.dtype}, not bytes")
-        return tensor
-
-    def _read(self, name: str) -> Tensor:
         stored = self._stored(name)
-        try:
-            tensor: Tensor = self._files[stored].get_tensor(stored)
-        except (SafetensorError, OSError) as error:
-            raise CorruptModel(f"{self.origin(name)}: tensor {name} cannot be read ({error})") from error
-        return tensor
+        return self._files[stored].read(stored).narrow(axis, begin, end - begin).contiguous()
 
     def origin(self, name: str) -> str:
-        return self._origins.get(self._stored(name), str(self._directory))
+        stored = self._stored(name)
+        return str(self._files[stored].path if stored in self._files else self._directory)
 
     def _stored(self, name: str) -> str:
         return name if name in self._files else name.removeprefix(self._left_out)
 
 
-def _open_shard(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CorruptModel(f"{path}: damaged or cut short ({error}); download it again") from error
-
-
-def _shards(directory: Path) -> list[Path]:
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if is_there(index):
-        paths = [directory / name for name in _index_files(index)]
+def _shards(directory: Path, places: Mapping[str, str]) -> list[Path]:
+    """places: what the index says, if there is one."""
+    single = directory / "model.safetensors"
+    if is_there(directory / INDEX):
+        paths = [directory / name for name in sorted(set(places.values()))]
     else:
         paths = [single] if is_there(single) else sorted(directory.glob("*.safetensors"))
     if not paths and list(directory.glob("*.bin")):
         raise UnsupportedModel(f"{directory}: has *.bin weights only; convert them to safetensors")
     if not paths:
         raise CorruptModel(f"{directory}: has no *.safetensors file")
-    for path in paths:
-        check_regular(path)
     return paths
 
 
-def _index_files(index: Path) -> list[str]:
-    """The shards that an index names, each of them below the index's own folder."""
+def read_index(index: Path) -> dict[str, str]:
+    """The shard of each tensor, as an index has it. Each lies below the index's own folder."""
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict):
         raise CorruptModel(f"{index}: weight_map is {shown(names)}, not an object")
@@ -137,13 +112,14 @@ def _index_files(index: Path) -> list[str]:
             raise CorruptModel(f"{index}: {shown(tensor)} lies in {shown(name)}, which is outside the model's folder")
         if not is_there(index.parent / name):
             raise CorruptModel(f"{index.parent / name}: this shard is missing, though {index.name} names it")
-    return sorted(set(names.values()))
+    return names
 
 
 class GGUFWeights:
     """The tensors of a file."""
 
     def __init__(self, file: GGUFFile) -> None:
+        file.check()
         self._file = file
         self.shapes: Shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
 
