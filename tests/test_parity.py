@@ -181,7 +181,7 @@ def test_there_are_enough_questions_and_they_differ(reference: Reference) -> Non
     assert len(set(reference.answers)) > 30
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_all_at_once_with_the_prefix_cache_cold_and_warm(reference: Reference, depth: int) -> None:
     with make(depth=depth) as llm:
         ask(llm, reference)

@@ -23,8 +23,7 @@ CHUNKS = {  # (start, count) of each
 }
 
 
-@pytest.mark.parametrize("slack", [0, 100])
-@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize(("name", "slack"), [*((name, 0) for name in CHUNKS), ("nothing", 100), ("odd lengths", 100)])
 def test_every_token_is_in_one_tile_and_tiles_with_many_keys_come_first(name: str, slack: int) -> None:
     size, first = 16, 3
     chunks = CHUNKS[name]

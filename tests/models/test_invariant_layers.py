@@ -35,7 +35,7 @@ def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [128, 512, 96, 100])  # out of 512 has parts; 96 and 100 have plain products
-@pytest.mark.parametrize("num_rows", [1, 5, 40, 70, 150])
+@pytest.mark.parametrize("num_rows", [1, 5, 40, 70, pytest.param(150, marks=pytest.mark.slow)])
 def test_a_layer(num_rows: int, size: int) -> None:
     """Embedding, norm and product, residual, norm and gate, head. Sums that nobody left are not numbers."""
     make = InvariantLayers(DEVICE, fused=True)

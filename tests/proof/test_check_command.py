@@ -60,6 +60,7 @@ def test_a_failure_is_saved_small_and_plays_again(tmp_path: Path, capsys: pytest
     assert "nothing wrong this time" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_wrong_log_probability_is_saved_small_and_plays_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,7 +78,7 @@ def test_the_copy_is_what_the_processors_make_of_the_logits(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("masked", [2, 99])
+@pytest.mark.parametrize("masked", [2, pytest.param(99, marks=pytest.mark.slow)])
 def test_tokens_are_those_of_the_torch_sampler(temperature: float, masked: int) -> None:
     kinds = list(KINDS)
     sampled, needs, _ = scene(kinds, temperature, masked=masked)

@@ -42,7 +42,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_engine_of_kernels_gives_the_tokens_of_torch(tiny_dir: Path, on_cpu: None, batch_invariant: bool) -> None:
     options: dict[str, Any] = {"max_num_rows": 3, "max_batch_tokens": 16, "num_blocks": 12, "depth": 1}
     with LLM(tiny_dir, **CPU, **options, native=False) as llm:

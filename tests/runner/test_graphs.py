@@ -125,7 +125,7 @@ def test_log_probabilities_of_samples_come_from_replays() -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize("num_top", [0, 2])
+@pytest.mark.parametrize("num_top", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_log_probabilities_of_prompts_are_of_what_replays_leave(num_top: int) -> None:
     """More targets than one slice has, and fewer; beside scores of samples."""
     requests = toy_requests()
