@@ -38,6 +38,12 @@ def add_benchmarks(commands: Any) -> None:
 
     add_structured_options(structured)
     add_engine_options(structured, only=ENGINE_FLAGS)
+    accuracy = add_command(kinds, "accuracy", "measure what quantization does to a model's answers", _bench_accuracy)
+    from gapless.bench.accuracy import ENGINE_FLAGS as ACCURACY_FLAGS
+    from gapless.bench.accuracy import add_arguments as add_accuracy_options
+
+    add_accuracy_options(accuracy)
+    add_engine_options(accuracy, only=ACCURACY_FLAGS)
     steps = add_command(kinds, "steps", "measure steps of many shapes, for gapless sim", _bench_steps)
     from gapless.bench.steps import add_arguments as add_step_options
 
@@ -69,6 +75,12 @@ def _bench_offline(args: argparse.Namespace) -> int:
 
 def _bench_structured(args: argparse.Namespace) -> int:
     from gapless.bench.structured import main as bench
+
+    return bench(args, engine_options(args))
+
+
+def _bench_accuracy(args: argparse.Namespace) -> int:
+    from gapless.bench.accuracy import main as bench
 
     return bench(args, engine_options(args))
 
