@@ -186,7 +186,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
-    info = service.supervisor.info
+    info = service.engines.info
     return {
         "id": name,
         "object": "model",
@@ -201,7 +201,7 @@ def _add_operation(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/health")
     async def health() -> Response:
         """200 when the engine's loop answers, 503 when it is dead, stuck or loading."""
-        alive = await service.supervisor.ping(service.options.health_timeout)
+        alive = await service.engines.ping(service.options.health_timeout)
         return _json({"status": "ok"}) if alive else error_response(ApiError(503, "the engine does not answer"))
 
     @app.head("/ready", include_in_schema=False)
@@ -222,7 +222,7 @@ def _add_operation(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/state")
     async def state(seconds: Annotated[float, Query(ge=0, le=60)] = 4.0) -> Response:
         """The state that the page at / shows."""
-        return _json(await read_state(service, metrics, seconds))
+        return _json(await read_state(service, seconds))
 
 
 def _add_pages(app: FastAPI) -> None:

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from gapless.core.structured import Structured
+from gapless.server.engines import Engines
 from gapless.server.errors import ApiError, shutting_down, timed_out
-from gapless.server.supervisor import Supervisor
 
 MAX_KNOWN = 512
 NUM_TRIES = 2
@@ -24,9 +24,9 @@ READY_S = 0.05  # between two looks whether the engine is back
 class CheckedShapes:
     """Asks the engine, and remembers what it said."""
 
-    def __init__(self, supervisor: Supervisor, draining: Callable[[], bool]) -> None:
+    def __init__(self, engines: Engines, draining: Callable[[], bool]) -> None:
         """draining: whether the server stops, so that nobody should wait for an engine to come back."""
-        self._supervisor = supervisor
+        self._engines = engines
         self._draining = draining
         self._known: OrderedDict[Structured, None] = OrderedDict()  # the last used at the end
 
@@ -46,11 +46,11 @@ class CheckedShapes:
             self._known.move_to_end(shape)
             return
         for _ in range(NUM_TRIES):
-            while not self._supervisor.is_ready:
+            while not self._engines.is_ready:
                 if self._draining():
                     raise shutting_down()
                 await asyncio.sleep(READY_S)
-            answer = await self._supervisor.check_grammar(shape, TIMEOUT_S)
+            answer = await self._engines.check_grammar(shape, TIMEOUT_S)
             if answer is None:
                 continue
             if answer.refusal is not None and answer.is_busy:

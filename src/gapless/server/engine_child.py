@@ -11,8 +11,10 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from gapless.child import spawn
 from gapless.server.channel import Disconnected, ParentChannel
@@ -21,11 +23,47 @@ from gapless.server.messages import FromEngine, WireMessage
 STARTED_BYTES = 8
 
 
+class EngineLink(Protocol):
+    """An engine process as its supervisor sees it, wherever it runs. EngineChild says what each method does."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def send(self, message: WireMessage) -> None: ...
+
+    async def receive(self) -> FromEngine: ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def wait(self) -> int: ...
+
+    def lacked_memory(self) -> bool: ...
+
+
+OnStarted = Callable[[int], None]  # told the number of each request that starts, on the event loop
+LinkSource = Callable[[OnStarted], Awaitable[EngineLink]]  # the next engine process, which has been started
+
+
+def children(command: Sequence[str]) -> LinkSource:
+    """Engine processes that are children of this one."""
+    return partial(_start_child, command)
+
+
+async def _start_child(command: Sequence[str], on_started: OnStarted) -> EngineLink:
+    child = EngineChild(command, on_started)
+    await child.open()
+    return child
+
+
 class EngineChild:
     """An engine process. It runs once made; `open` before anything is said."""
 
-    def __init__(self, command: Sequence[str], on_started: Callable[[int], None]) -> None:
-        """on_started: told the number of each request that starts, on the event loop."""
+    def __init__(self, command: Sequence[str], on_started: OnStarted) -> None:
         self._on_started = on_started
         self._channel: ParentChannel[FromEngine] | None = None
         self._num_oom_kills = count_oom_kills()

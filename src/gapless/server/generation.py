@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from gapless.core.choices import best, is_ranked, mean_logprob, num_candidates
 from gapless.core.params import SamplingParams
+from gapless.server.engines import Engines
 from gapless.server.errors import ApiError, shutting_down, timed_out
 from gapless.server.messages import Over, Scores, unpack_scores
 from gapless.server.roster import Flight
-from gapless.server.supervisor import Supervisor
 from gapless.text.transcript import Transcript
 
 
@@ -120,7 +120,7 @@ class Generation:
 
     def __init__(
         self,
-        supervisor: Supervisor,
+        engines: Engines,
         choices: Sequence[Choice],
         changed: asyncio.Event,
         deadline_s: float,
@@ -128,7 +128,7 @@ class Generation:
     ) -> None:
         self.choices = choices  # every candidate, prompt by prompt
         self._params = params or SamplingParams()  # how many candidates a prompt has, and how many are returned
-        self._supervisor = supervisor
+        self._engines = engines
         self._changed = changed
         self._deadline_s = deadline_s  # by the event loop's clock
 
@@ -142,7 +142,7 @@ class Generation:
                 found = [piece for choice in self.choices if (piece := choice.take()) is not None]
                 for piece in found:
                     if piece.finish_reason is not None:
-                        self._supervisor.abort(piece.choice.flight, "stop")
+                        self._engines.abort(piece.choice.flight, "stop")
                 if found:
                     yield found
         finally:
@@ -151,12 +151,12 @@ class Generation:
 
     def _expire(self) -> None:
         for choice in self.choices:
-            self._supervisor.abort(choice.flight, "timeout")
+            self._engines.abort(choice.flight, "timeout")
 
     def abort(self) -> None:
         """End what still runs."""
         for choice in self.choices:
-            self._supervisor.abort(choice.flight)
+            self._engines.abort(choice.flight)
 
     async def finish(self) -> Sequence[Choice]:
         """Wait for all of it. The choices to return: of each prompt's candidates the best, if there are more."""

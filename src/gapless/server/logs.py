@@ -28,7 +28,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {name: value for name, value in vars(record).items() if name not in _PLAIN}
+        line |= {name: value for name, value in vars(record).items() if name not in _PLAIN and name[0] != "_"}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
@@ -76,6 +76,7 @@ def set_up_logs(path: str | None, level: str) -> LineWriter:
     writer = LineWriter(fd)
     logging.root.handlers[:] = [writer]
     logging.root.setLevel(level)
-    logging.getLogger("gapless.server").setLevel(min(logging.INFO, logging.root.level))
+    for name in ("gapless.server", "gapless.distributed"):
+        logging.getLogger(name).setLevel(min(logging.INFO, logging.root.level))
     logging.raiseExceptions = False
     return writer

@@ -1,19 +1,20 @@
 """The metrics of `/metrics`, in Prometheus's text format.
 
-Owns the counters of the API process, and totals of the engine's counters that go on when another engine takes over.
+Owns the counters of the API process. What engines count is read when it is asked for; with several engines, the label
+`replica` says which one counted.
 """
 
 from __future__ import annotations
 
-from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from gapless.server.messages import EnginePulse
+from gapless.server.engines import ONLY, Engines
 from gapless.server.roster import Flight
-from gapless.server.supervisor import Supervisor
+from gapless.server.totals import EngineTotals
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -29,39 +30,13 @@ ENGINE_COUNTERS = {
 }
 
 
-class EngineTotals:
-    """The engine's counters, summed over the engines that there were."""
-
-    def __init__(self) -> None:
-        self._before: Tally[tuple[str, str]] = Tally()
-        self._now: dict[tuple[str, str], float] = {}
-
-    def observe(self, pulse: EnginePulse) -> None:
-        now = {("stats", name): value for name, value in pulse.stats.items()}
-        now |= {("ledger", reason): float(count) for reason, count in pulse.ledger.items()}
-        self._now = now | {("idle", cause): seconds for cause, seconds in pulse.idle_s.items()}
-
-    def engine_died(self) -> None:
-        self._before.update(self._now)
-        self._now = {}
-
-    def get(self, kind: str, name: str) -> float:
-        return self._before[kind, name] + self._now.get((kind, name), 0.0)
-
-    def names(self, kind: str) -> list[str]:
-        return sorted({name for found, name in (*self._before, *self._now) if found == kind})
-
-
 class Metrics:
     """All metrics of one server."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, engines: Engines) -> None:
         self.registry = CollectorRegistry()
-        self.totals = EngineTotals()
-        self._supervisor = supervisor
-        supervisor.on_over.append(self._observe)
-        supervisor.on_pulse.append(self.totals.observe)
-        supervisor.on_crash.append(self.totals.engine_died)
+        self._engines = engines
+        engines.on_over.append(self._observe)
         self.http = Counter("gapless_http_requests", "answers", ("path", "status"), registry=self.registry)
         self.log_lines_lost = Counter("gapless_log_lines_lost", "lines not written", registry=self.registry)
         self.default_limits = Counter(
@@ -100,24 +75,52 @@ class Metrics:
 
     def collect(self) -> Iterable[Metric]:
         """Values that are read when they are collected, for the registry."""
-        supervisor, pulse = self._supervisor, self._supervisor.pulse
-        info = supervisor.info
-        running = pulse.num_running if pulse is not None else 0
-        yield GaugeMetricFamily("gapless_running_requests", "requests in the batch", running)
-        waiting = max(0, len(supervisor.roster) - running)
-        yield GaugeMetricFamily("gapless_waiting_requests", "requests in the queue", waiting)
-        used = pulse.num_used_blocks / info.num_blocks if pulse is not None and info is not None else 0.0
-        yield GaugeMetricFamily("gapless_kv_use_ratio", "share of KV blocks in use", used)
-        yield GaugeMetricFamily("gapless_engine_up", "1 when the engine takes requests", int(supervisor.is_ready))
-        restarts = supervisor.num_restarts
-        yield CounterMetricFamily("gapless_engine_restarts", "engines that died and were replaced", restarts)
+        engines = self._engines
+        yield from self._gauges()
+        yield CounterMetricFamily(
+            "gapless_engine_restarts", "engines that died and were replaced", engines.num_restarts
+        )
+        totals = engines.totals()
         for name, (metric, text) in ENGINE_COUNTERS.items():
-            yield CounterMetricFamily(metric, text, self.totals.get("stats", name))
-        yield self._labelled("gapless_gpu_idle_seconds", "device idle seconds by cause", "idle", "cause")
-        yield self._labelled("gapless_ledger", "fast paths missed, by reason", "ledger", "reason")
+            family = _family(CounterMetricFamily, metric, text, totals)
+            for replica, found in totals.items():
+                family.add_metric(_values(replica), found.get("stats", name))
+            yield family
+        yield _by_name(totals, "gapless_gpu_idle_seconds", "device idle seconds by cause", "idle", "cause")
+        yield _by_name(totals, "gapless_ledger", "fast paths missed, by reason", "ledger", "reason")
 
-    def _labelled(self, name: str, text: str, kind: str, label: str) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[label])
-        for found in self.totals.names(kind):
-            family.add_metric([found], self.totals.get(kind, found))
-        return family
+    def _gauges(self) -> Iterable[Metric]:
+        members = self._engines.members()
+        families = [
+            _family(GaugeMetricFamily, name, text, members)
+            for name, text in (
+                ("gapless_running_requests", "requests in the batch"),
+                ("gapless_kv_use_ratio", "share of KV blocks in use"),
+                ("gapless_engine_up", "1 when the engine takes requests"),
+            )
+        ]
+        for replica, member in members.items():
+            for family, value in zip(families, (member.num_running, member.kv_use, member.is_ready), strict=True):
+                family.add_metric(_values(replica), value)
+        yield from families
+        num_running = sum(member.num_running for member in members.values())
+        waiting = max(0, len(self._engines.unfinished()) - num_running)
+        yield GaugeMetricFamily("gapless_waiting_requests", "requests in the queue", waiting)
+
+
+def _family(kind: Any, name: str, text: str, engines: Mapping[str, object], *labels: str) -> Any:
+    """A metric of each engine. An engine that has no others beside it needs no label."""
+    return kind(name, text, labels=[*labels, *([] if ONLY in engines else ["replica"])])
+
+
+def _values(replica: str, *labels: str) -> list[str]:
+    return [*labels, *([] if replica == ONLY else [replica])]
+
+
+def _by_name(totals: Mapping[str, EngineTotals], name: str, text: str, kind: str, label: str) -> Metric:
+    family = _family(CounterMetricFamily, name, text, totals, label)
+    for replica, found in totals.items():
+        for what in found.names(kind):
+            family.add_metric(_values(replica, what), found.get(kind, what))
+    assert isinstance(family, Metric)
+    return family

@@ -16,13 +16,14 @@ suspect then, and it takes more of them before a request is refused.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from array import array
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gapless.core.params import SamplingParams
+from gapless.core.params import SamplingParams, derive_seed
 from gapless.server.messages import Over, Scores
 
 MANY_KILLS = 2  # from outside, while a request ran, with no token between them: then it is a suspect too
@@ -54,6 +55,21 @@ class Flight:
     over_s: float | None = None
 
 
+class FlightMaker:
+    """Makes flights, each with its number and its seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._num_made = 0
+
+    def make(self, prompt: Sequence[int], params: SamplingParams, changed: asyncio.Event) -> Flight:
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=derive_seed(self._seed, self._num_made))
+        flight = Flight(self._num_made, prompt, params, changed)
+        self._num_made += 1
+        return flight
+
+
 class Roster:
     """The flights, in order of arrival."""
 
@@ -76,6 +92,19 @@ class Roster:
 
     def add(self, flight: Flight) -> None:
         self._flights[flight.id] = self._held[flight.id] = flight
+
+    def idle(self) -> list[Flight]:
+        """Who waits to be sent and is no suspect."""
+        suspects = {flight.id for flight in self._suspects}
+        return [flight for flight in self._held.values() if flight.id not in suspects]
+
+    def remove(self, flight: Flight) -> None:
+        """It goes on elsewhere. What this engine still sends of it is dropped."""
+        del self._flights[flight.id]
+        self._held.pop(flight.id, None)
+        if flight is self._on_trial:
+            self._on_trial = None
+        _land(flight)
 
     def due(self) -> list[Flight]:
         """Whom to send now. They count as sent."""

@@ -2,6 +2,7 @@
 
 SIGTERM or Ctrl-C   take no more requests, finish what runs within the drain time, exit 0
 the second one      now, exit 143
+SIGUSR1             replace the engines one after the other, while requests go on (replicas only)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +26,13 @@ from gapless.errors import ConfigError, ModelNotFound
 from gapless.garbage import collect_rarely
 from gapless.models.source import ModelSource, resolve
 from gapless.server.app import build_app
+from gapless.server.engines import Engines
 from gapless.server.logs import LineWriter, set_up_logs
 from gapless.server.metrics import Metrics
 from gapless.server.options import ServerOptions, read_keys
 from gapless.server.render_pool import RenderPool
 from gapless.server.service import Service
-from gapless.server.supervisor import ENGINE_COMMAND, Supervisor
+from gapless.server.supervisor import Supervisor
 from gapless.server.traces import Traces
 from gapless.server.watchdog import Watchdog
 from gapless.server.wire import Http
@@ -43,7 +46,16 @@ BACKLOG = 2048
 log = logging.getLogger(__name__)
 
 
-def serve(options: ServerOptions, engine: EngineOptions, command: Sequence[str] = ENGINE_COMMAND) -> int:
+EnginesMaker = Callable[[ServerOptions, EngineOptions], AbstractContextManager[Engines]]
+
+
+@contextlib.contextmanager
+def own_engine(options: ServerOptions, engine: EngineOptions) -> Iterator[Engines]:
+    """One engine, in a process of this machine."""
+    yield Supervisor(engine, Watchdog(options.load_timeout, options.step_timeout))
+
+
+def serve(options: ServerOptions, engine: EngineOptions, make_engines: EnginesMaker = own_engine) -> int:
     """Serve until told to stop; returns the exit status. Raises GaplessError when it cannot start."""
     keys = read_keys(options, api_key())
     options.check_tls()
@@ -57,8 +69,8 @@ def serve(options: ServerOptions, engine: EngineOptions, command: Sequence[str] 
     if not options.is_loopback and not keys:
         log.warning("listening on %s without an API key: anybody who reaches it can use it", options.host)
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(options, engine, source, tokenizer, keys, sock, writer, command))
+        with make_engines(options, engine) as engines, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(options, engine, engines, source, tokenizer, keys, sock, writer))
     finally:
         writer.close()
 
@@ -66,24 +78,23 @@ def serve(options: ServerOptions, engine: EngineOptions, command: Sequence[str] 
 async def _serve(
     options: ServerOptions,
     engine: EngineOptions,
+    engines: Engines,
     source: ModelSource,
     tokenizer: Tokenizer | None,
     keys: Sequence[str],
     sock: socket.socket,
     writer: LineWriter,
-    command: Sequence[str],
 ) -> int:
-    supervisor = Supervisor(engine, Watchdog(options.load_timeout, options.step_timeout), command)
     renderer = RenderPool(template_source(tokenizer), options.template_timeout)
     service = Service(
         options,
-        supervisor,
+        engines,
         tokenizer,
         renderer,
         options.served_model_name or (source.name,),
         allow_special_tokens=engine.allow_special_tokens,
     )
-    metrics = Metrics(supervisor)
+    metrics = Metrics(engines)
     writer.on_loss = metrics.log_lines_lost.inc
     traces = Traces(trace_endpoint())
     app = build_app(service, metrics, keys, traces)
@@ -98,13 +109,13 @@ async def _serve(
     try:
         return await Life(service, app, sock).run()
     finally:
-        await supervisor.close()
+        await engines.close()
         renderer.close()
         await asyncio.to_thread(traces.close)
 
 
 class Life:
-    """Server and supervisor side by side, until a signal or a failure."""
+    """Server and engines side by side, until a signal or a failure."""
 
     def __init__(self, service: Service, app: FastAPI, sock: socket.socket) -> None:
         options = service.options
@@ -133,14 +144,15 @@ class Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        engines = asyncio.create_task(self._service.supervisor.run())
+        loop.add_signal_handler(signal.SIGUSR1, self._service.engines.restart)
+        engines = asyncio.create_task(self._service.engines.run())
         serving = asyncio.create_task(self._server.serve([self._sock]))
         await asyncio.wait((engines, serving), return_when=asyncio.FIRST_COMPLETED)
         self._server.should_exit = True
         await serving
         if engines.done():
             engines.result()  # raises why there is no engine
-        await self._service.supervisor.close()  # which still hears what the engine has to say
+        await self._service.engines.close()  # which still hears what the engine has to say
         engines.cancel()
         return self._status
 
@@ -151,19 +163,19 @@ class Life:
             self._drain = asyncio.create_task(self._finish())
         else:
             log.warning("second signal: stopping now")
-            self._service.supervisor.kill()
+            self._service.engines.kill()
             os._exit(EXIT_NOW)
 
     async def _finish(self) -> None:
         """Let what runs finish, end what does not, and stop."""
-        roster, options = self._service.supervisor.roster, self._service.options
-        log.info("draining: %d requests have %g s to finish", len(roster), options.drain_timeout)
+        engines, options = self._service.engines, self._service.options
+        log.info("draining: %d requests have %g s to finish", len(engines.unfinished()), options.drain_timeout)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(options.drain_timeout):
-                while len(roster):
+                while engines.unfinished():
                     await asyncio.sleep(0.02)
-        for flight in roster:
-            self._service.supervisor.abort(flight)
+        for flight in engines.unfinished():
+            engines.abort(flight)
         self._server.should_exit = True
 
 

@@ -19,6 +19,7 @@ from gapless.core.limits import all_stop_ids, check_room, check_tokens, check_to
 from gapless.core.params import SamplingParams
 from gapless.errors import InvalidRequest
 from gapless.server.checked_shapes import CheckedShapes
+from gapless.server.engines import Engines
 from gapless.server.errors import ApiError, refused, shutting_down
 from gapless.server.generation import Choice, Generation
 from gapless.server.logprobs import TokenTexts
@@ -29,7 +30,6 @@ from gapless.server.protocol import Choosing, Sampling
 from gapless.server.render_pool import RenderPool
 from gapless.server.roster import Flight
 from gapless.server.shapes import shape_of
-from gapless.server.supervisor import Supervisor
 from gapless.text.bad_words import in_tokens
 from gapless.text.reply import find_reply_format
 from gapless.text.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ class Service:
     def __init__(
         self,
         options: ServerOptions,
-        supervisor: Supervisor,
+        engines: Engines,
         tokenizer: Tokenizer | None,
         renderer: RenderPool,
         names: Sequence[str],
@@ -86,7 +86,7 @@ class Service:
         allow_special_tokens: bool = False,
     ) -> None:
         self.options = options
-        self.supervisor = supervisor
+        self.engines = engines
         self.tokenizer = tokenizer
         self.renderer = renderer
         self.names = tuple(names)
@@ -95,31 +95,31 @@ class Service:
         self.prompts = PromptWriter(
             tokenizer, renderer, reply, lambda: self.info.max_model_len, allow_special_tokens=allow_special_tokens
         )
-        self._shapes = CheckedShapes(supervisor, lambda: self.draining)
+        self._shapes = CheckedShapes(engines, lambda: self.draining)
         self.created = int(time.time())
         self.draining = False
         self._clients: dict[int, str] = {}  # of flights that are not over, by id
         self._num_of_client: Counter[str] = Counter()
         self._by_default: set[int] = set()  # flights whose limit is the server's default
         self.on_default_limit: Callable[[], None] = lambda: None
-        supervisor.on_over.append(self._forget)
+        engines.on_over.append(self._forget)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     @property
     def info(self) -> Ready:
         """The engine's description of itself. Raises ApiError while it loads for the first time."""
-        if self.supervisor.info is None:
+        if self.engines.info is None:
             raise ApiError(503, "the model is loading", code="loading", retry_after_s=RETRY_AFTER_S)
-        return self.supervisor.info
+        return self.engines.info
 
     def not_ready(self) -> str | None:
         """Why requests would not be served now, or None."""
         if self.draining:
             return "draining"
-        if not self.supervisor.is_ready:
-            return "loading" if self.supervisor.info is None else "restarting"
-        return "recovering" if self.supervisor.roster.in_quarantine else None
+        if not self.engines.is_ready:
+            return "loading" if self.engines.info is None else "restarting"
+        return "recovering" if self.engines.in_quarantine else None
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ApiError for one that is not served."""
@@ -234,13 +234,13 @@ class Service:
         choices: list[Choice] = []
         for plan in plans:
             for params in candidates(plan.params):
-                flight = self.supervisor.submit(plan.prompt, params, changed)
+                flight = self.engines.submit(plan.prompt, params, changed)
                 self._clients[flight.id] = client
                 self._num_of_client[client] += 1
                 if plan.by_default:
                     self._by_default.add(flight.id)
                 choices.append(self._choice(len(choices), plan, flight))
-        return Generation(self.supervisor, choices, changed, deadline_s, plans[0].params)
+        return Generation(self.engines, choices, changed, deadline_s, plans[0].params)
 
     def _choice(self, index: int, plan: PromptPlan, flight: Flight) -> Choice:
         params = flight.params
@@ -274,10 +274,10 @@ class Service:
     def _admit(self, count: int, client: str) -> None:
         if self.draining:
             raise shutting_down()
-        allowed, most = self.options.max_per_client, self.info.num_rows + self.options.max_queue
+        allowed, most = self.options.max_per_client, self.engines.num_rows + self.options.max_queue
         if count > (room := min(most, allowed or most)):  # now and at any other time
             raise ApiError(400, f"{count} choices; the server has room for {room}", param="n")
-        if (there := len(self.supervisor.roster)) + count > most:
+        if (there := len(self.engines.unfinished())) + count > most:
             message = f"{there} requests run or wait; with these {count} more than the {most} that may"
             raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
         if allowed and (own := self._num_of_client[client]) + count > allowed:

@@ -13,21 +13,21 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gapless.config import EngineOptions
 from gapless.core.limits import all_stop_ids, most_new_tokens
 from gapless.core.outcome import how_over
-from gapless.core.params import SamplingParams, derive_seed
+from gapless.core.params import SamplingParams
 from gapless.core.structured import Structured
 from gapless.errors import GaplessError
 from gapless.server.channel import Disconnected
 from gapless.server.doorbell import Doorbell
-from gapless.server.engine_child import EngineChild, describe_exit
+from gapless.server.engine_child import EngineLink, LinkSource, children, describe_exit
+from gapless.server.engines import ONLY
 from gapless.server.messages import (
     AbortFlight,
     CloseEngine,
-    CompileGrammar,
     EnginePulse,
     Failed,
     FromEngine,
@@ -38,16 +38,16 @@ from gapless.server.messages import (
     Log,
     News,
     Over,
-    PingLoop,
     Pong,
-    ReadTimeline,
     Ready,
     Start,
     SubmitFlight,
     ToEngine,
     pack_tokens,
 )
-from gapless.server.roster import Flight, Roster
+from gapless.server.questions import Questions
+from gapless.server.roster import Flight, FlightMaker, Roster
+from gapless.server.totals import EngineTotals
 from gapless.server.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -68,27 +68,33 @@ class Supervisor:
     """The engine as the API sees it: submit, abort, ping; always there, sometimes slow."""
 
     def __init__(
-        self, options: EngineOptions, watchdog: Watchdog | None = None, command: Sequence[str] = ENGINE_COMMAND
+        self,
+        options: EngineOptions,
+        watchdog: Watchdog | None = None,
+        links: LinkSource | None = None,
+        doorbell: Doorbell | None = None,
     ) -> None:
+        """links: where engine processes come from; default: children of this process."""
         self.options = options
         self.roster = Roster(2 if options.depth == "auto" else options.depth)
-        self._doorbell = Doorbell()
+        self._doorbell = doorbell or Doorbell()
         self.info: Ready | None = None  # of the latest engine that was ready
         self.pulse: EnginePulse | None = None  # the latest, of the engine that runs
         self.num_restarts = 0
         self.on_over: list[Callable[[Flight], None]] = []
-        self.on_pulse: list[Callable[[EnginePulse], None]] = []
         self.on_crash: list[Callable[[], None]] = []
+        self.on_open: list[Callable[[], None]] = []  # ready, and no suspects have to be tried first
+        self.counters = EngineTotals()
         self.loaded_share = 0.0  # of the tensors of the engine that is starting
         self.first_ready = asyncio.Event()
         self.is_ready = False
+        self._is_open = False
         self._watchdog = watchdog or Watchdog(LOAD_TIMEOUT_S, STEP_TIMEOUT_S)
-        self._command = tuple(command)
+        self._links = links or children(ENGINE_COMMAND)
         self._closing = False
-        self._num_flights = 0
-        self._num_questions = 0
-        self._answers: dict[int, asyncio.Future[Pong | LaneTimes | GrammarChecked]] = {}
-        self._child: EngineChild | None = None  # the latest
+        self._flights = FlightMaker(options.seed)
+        self._questions = Questions(self._send)
+        self._child: EngineLink | None = None  # the latest
         self._blamed: Collection[int] = ()
         self._cause = ""
 
@@ -99,15 +105,60 @@ class Supervisor:
 
     # -- for the API -------------------------------------------------------------------------------------------------
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, changed: asyncio.Event) -> Flight:
+    @property
+    def in_quarantine(self) -> bool:
+        return self.roster.in_quarantine
+
+    @property
+    def num_rows(self) -> int:
+        return self.info.num_rows if self.info is not None else 0
+
+    @property
+    def status(self) -> str:
+        """Whether it serves, in a word."""
+        if not self.is_ready:
+            return "loading" if self.info is None else "restarting"
+        return "recovering" if self.in_quarantine else "ready"
+
+    @property
+    def num_running(self) -> int:
+        return self.pulse.num_running if self.pulse is not None else 0
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the KV blocks."""
+        return self.pulse.num_used_blocks / self.info.num_blocks if self.pulse and self.info else 0.0
+
+    def unfinished(self) -> list[Flight]:
+        return list(self.roster)
+
+    def members(self) -> Mapping[str, Supervisor]:
+        return {ONLY: self}
+
+    def totals(self) -> Mapping[str, EngineTotals]:
+        return {ONLY: self.counters}
+
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, changed: asyncio.Event, session: str | None = None
+    ) -> Flight:
         """A new flight. It is sent at once, or when the engine is back."""
-        if params.seed is None:
-            params = dataclasses.replace(params, seed=derive_seed(self.options.seed, self._num_flights))
-        flight = Flight(self._num_flights, prompt, params, changed)
-        self._num_flights += 1
+        flight = self._flights.make(prompt, params, changed)
+        self.adopt(flight)
+        return flight
+
+    def adopt(self, flight: Flight) -> None:
+        """Take on a flight, which may have run in a different engine before: it goes on from the tokens it has."""
         self.roster.add(flight)
         self._send_due()
-        return flight
+
+    def release(self, *, everybody: bool) -> list[Flight]:
+        """Let go of flights, which other engines may take on: of those that wait, suspects apart, or of everybody."""
+        flights = list(self.roster) if everybody else self.roster.idle()
+        for flight in flights:
+            if flight.sent:
+                self._send(AbortFlight(flight.id))
+            self.roster.remove(flight)
+        return flights
 
     def abort(self, flight: Flight, reason: str = "abort") -> None:
         """End a flight now. The engine frees its blocks within a step."""
@@ -117,37 +168,19 @@ class Supervisor:
             if sent:
                 self._send(AbortFlight(flight.id))
             self._send_due()
+            self._tell_open()
 
     async def ping(self, timeout_s: float) -> bool:
         """Whether the engine's loop answers."""
-        return await self._ask(PingLoop, timeout_s) is not None
+        return self.is_ready and await self._questions.ping(timeout_s)
 
     async def timeline(self, seconds: float, timeout_s: float) -> LaneTimes | None:
         """The last seconds of each lane, or None."""
-        answer = await self._ask(lambda id: ReadTimeline(id, seconds), timeout_s)
-        return answer if isinstance(answer, LaneTimes) else None
+        return await self._questions.timeline(seconds, timeout_s) if self.is_ready else None
 
     async def check_grammar(self, structured: Structured, timeout_s: float) -> GrammarChecked | None:
         """Whether the engine can compile it; None if the engine did not answer."""
-        answer = await self._ask(lambda id: CompileGrammar(id, structured), timeout_s)
-        return answer if isinstance(answer, GrammarChecked) else None
-
-    async def _ask(
-        self, question: Callable[[int], PingLoop | ReadTimeline | CompileGrammar], timeout_s: float
-    ) -> Pong | LaneTimes | GrammarChecked | None:
-        if not self.is_ready:
-            return None
-        self._num_questions += 1
-        id = self._num_questions
-        self._answers[id] = asyncio.get_running_loop().create_future()
-        self._send(question(id))
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._answers[id]
-        except (TimeoutError, Disconnected):
-            return None
-        finally:
-            del self._answers[id]
+        return await self._questions.check_grammar(structured, timeout_s) if self.is_ready else None
 
     # -- the life of engines -----------------------------------------------------------------------------------------
 
@@ -174,10 +207,19 @@ class Supervisor:
                 await asyncio.sleep(0.01)
         self.kill()
 
+    def retire(self) -> None:
+        """End the engine, which has no requests any more, and start none after it."""
+        self._closing = True
+        self._send(CloseEngine())
+
     def kill(self) -> None:
         """End the engine process, now; unless closing, another one follows."""
         if self._child is not None:
             self._child.kill()
+
+    def restart(self) -> None:
+        """A single engine is not replaced while it runs: everybody would wait until the new one has loaded."""
+        log.warning("nothing is restarted: that needs --replicas")
 
     async def _run_once(self) -> bool:
         """One engine process, from start to death; whether it was ever ready."""
@@ -195,23 +237,21 @@ class Supervisor:
             await self._bury(child)
         return was_ready
 
-    async def _start(self) -> EngineChild:
+    async def _start(self) -> EngineLink:
         self._blamed, self._cause, self.loaded_share = (), "", 0.0
+        self._child = child = await self._links(self.roster.start)
         self._watchdog.start()
-        self._child = child = EngineChild(self._command, self.roster.start)
-        await child.open()
         child.send(Start(dataclasses.asdict(self.options)))
         return child
 
-    async def _bury(self, child: EngineChild) -> None:
+    async def _bury(self, child: EngineLink) -> None:
         """Learn why it died, and hold everybody until the next one is ready."""
         child.close()
-        self.is_ready = False
+        self.is_ready = self._is_open = False
         self.pulse = None
         code = await child.wait()
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(Disconnected())
+        self._questions.give_up()
+        self.counters.engine_died()
         if not self._closing and not self.first_ready.is_set():
             raise EngineFailed(self._cause or f"the engine process died while loading: {describe_exit(code)}")
         if not self._closing:
@@ -251,8 +291,7 @@ class Supervisor:
     def _observe(self, pulse: EnginePulse) -> None:
         self.pulse = pulse
         self._watchdog.see_pulse(pulse)
-        for callback in self.on_pulse:
-            callback(pulse)
+        self.counters.observe(pulse)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -274,9 +313,8 @@ class Supervisor:
                 self._take_news(message)
             case EnginePulse():
                 self._observe(message)
-            case Pong(id) | LaneTimes(id) | GrammarChecked(id):
-                if (answer := self._answers.get(id)) is not None and not answer.done():
-                    answer.set_result(message)
+            case Pong() | LaneTimes() | GrammarChecked():
+                self._questions.take(message)
             case Ready():
                 self._be_ready(message)
             case Log(level, name, text):
@@ -296,6 +334,13 @@ class Supervisor:
         self.first_ready.set()
         log.info("the engine is ready", extra={"pid": self.pid, "device": info.device, "resumed": len(self.roster)})
         self._send_due()
+        self._tell_open()
+
+    def _tell_open(self) -> None:
+        if self.is_ready and not self._is_open and not self.in_quarantine:
+            self._is_open = True
+            for callback in self.on_open:
+                callback()
 
     def _take_news(self, news: News) -> None:
         in_quarantine = self.roster.in_quarantine
@@ -312,6 +357,7 @@ class Supervisor:
             if (heard := self.roster.due_back()) is not None:
                 self._send(AbortFlight(heard.id))
             self._send_due()
+            self._tell_open()
 
     def _end(self, over: Over) -> None:
         flight = self.roster.end(over)
