@@ -79,7 +79,16 @@ LAW: dict[str, tuple[str, ...]] = {
     "server": ("pipeline.engine", "models.source", "text", "trace.files", *VALUES, *LEAVES),
     "cli": ("pipeline.engine", "models.source", "text", "trace", *VALUES, *TOP_LEVEL, *LEAVES),
     "formats": ("server", "text", *VALUES, *TOP_LEVEL, *LEAVES),  # server: the types of OpenAI's bodies
-    "distributed": ("pipeline.engine", "core.params", *FILES_OF_RUN, "llm", "__init__", *LEAVES),
+    "distributed": (
+        "pipeline.engine",
+        "core.params",
+        "core.structured",
+        "server",
+        *FILES_OF_RUN,
+        "llm",
+        "__init__",
+        *LEAVES,
+    ),
     "ray": ("distributed",),  # the public door
     "sim": ("core", "errors", "bench.chart", "distributed.router"),
     "__main__": ("cli",),

@@ -1,0 +1,106 @@
+"""`gapless serve --replicas` on a cluster: streams, a kill under them, a disconnect, a drain."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+from gapless.cli import main
+from tiny import write_tiny
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+from servers import TIMEOUT_S, Server, eventually, running
+
+NUM_STREAMS, NUM_TOKENS = 6, 700
+
+
+@pytest.fixture(scope="module")
+def long_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("long"), max_position_embeddings=1024)
+
+
+def served(address: str) -> list[psutil.Process]:
+    """Processes of replicas. The cluster stands in the command line of their parent."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "ray::ServeReplica" in " ".join(process.cmdline()):
+                parent = process.parent()
+                if parent is not None and any(address in word for word in parent.cmdline()):
+                    found.append(process)
+    return found
+
+
+def read(server: Server, number: int) -> str:
+    stream = server.client().completions.create(
+        model="tiny",
+        prompt=f"prompt {number}",
+        max_tokens=NUM_TOKENS,
+        seed=number,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    return "".join(chunk.choices[0].text for chunk in stream)
+
+
+def begin(server: Server) -> openai.Stream[openai.types.Completion]:
+    """A stream whose first token has come."""
+    stream = server.client().completions.create(
+        model="tiny", prompt="b", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    return stream
+
+
+def read_all(server: Server, pool: ThreadPoolExecutor) -> list[str]:
+    return list(pool.map(lambda number: read(server, number), range(NUM_STREAMS)))
+
+
+def test_streams_survive_a_replica(tmp_path: Path, long_dir: Path, address: str) -> None:
+    flags = ("--served-model-name", "tiny", "--num-blocks", "512", "--replicas", "2", "--ray", address)
+    with running(tmp_path / "log.jsonl", long_dir, *flags) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
+        eventually(lambda: server.metric("gapless_engine_up") == 2, server)
+        wanted = read_all(server, pool)
+        assert len(set(wanted)) == NUM_STREAMS
+        readers = [pool.submit(read, server, number) for number in range(NUM_STREAMS)]
+        eventually(lambda: server.metric("gapless_running_requests") == NUM_STREAMS, server)
+        os.kill(served(address)[0].pid, signal.SIGKILL)
+        assert [reader.result(TIMEOUT_S) for reader in readers] == wanted
+        assert server.metric("gapless_engine_restarts_total") == 1
+        _check_disconnect(server)
+        stream = begin(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+        assert server.process.wait(TIMEOUT_S) == 0
+    assert not served(address)
+
+
+def _check_disconnect(server: Server) -> None:
+    stream = begin(server)
+    stream.close()
+    eventually(lambda: server.metric('gapless_requests_total{outcome="abort"}') == 1, server)
+
+
+def test_wrong_wishes_are_one_line(long_dir: Path, address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    start = ["serve", "--model", str(long_dir), "--device", "cpu", "--port", "0"]
+    wrong = {
+        ("--replicas", "0"): "--replicas must be at least 1",
+        ("--autoscale", "3:2"): "1 <= MIN <= MAX",
+        ("--autoscale", "3"): "two whole numbers",
+        ("--gpus-per-replica", "1"): "needs --replicas",
+        ("--replicas", "1", "--ray", "127.0.0.1:1"): "no Ray cluster answers there",
+        ("--replicas", "3", "--ray", address, "--gpus-per-replica", "1"): "too few GPUs: 3 replicas need 1 each",
+        ("--replicas", "1", "--trace", "T.json"): "--trace is for one engine",
+    }
+    for flags, said in wrong.items():
+        assert main([*start, *flags]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert said in line
