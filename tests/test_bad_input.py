@@ -214,6 +214,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "beyond the model": ({"max_model_len": 129}, ("max_model_len 129 is beyond the model's 128 positions",)),
     "seed": ({"seed": 2**63}, (f"seed must be a whole number between {-(2**63)} and {2**63 - 1}", f"got {2**63}")),
     "num_threads": ({"num_threads": 0}, ("num_threads must be a whole number between 1 and 1024, got 0",)),
+    "tensor_parallel": ({"tensor_parallel": 0}, ("tensor_parallel must be a whole number between 1 and 1024, got 0",)),
+    "rank_timeout": ({"rank_timeout": 0}, ("rank_timeout must be above 0",)),
     "prefix_cache": ({"prefix_cache": 1}, ("prefix_cache must be true or false, got 1",)),
     "check": ({"check": None}, ("check must be true or false, got None",)),
     "native": ({"native": None}, ("native must be true or false, got None",)),

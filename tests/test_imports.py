@@ -62,6 +62,7 @@ LAW: dict[str, tuple[str, ...]] = {
         ),
         *("device", "attention", "models", "kernels", "native", "config", "errors", "garbage"),
     ),
+    "ranks": ("core.baggage", "core.limits", "core.plan", "core.request", "core.row_fields", "child", "errors"),
     "pipeline": (
         "core",
         "guides",
@@ -72,6 +73,9 @@ LAW: dict[str, tuple[str, ...]] = {
         "trace.recorder",
         "trace.timeline",
         "models.source",
+        "models.rank_group",
+        "ranks",
+        "child",
         "config",
         "errors",
     ),

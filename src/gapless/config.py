@@ -4,7 +4,8 @@ Owns names, defaults, help texts and limits. The command line and `LLM` both rea
 Environment variables are read in this file only: `GAPLESS_LOG` (a logging level), `CXX` (the compiler of the native
 step), `XDG_CACHE_HOME` (the cache of compiled libraries), `GAPLESS_API_KEY` (a key of the server),
 `OTEL_EXPORTER_OTLP_ENDPOINT` (the collector of traces), `XDG_STATE_HOME` (the history of `gapless chat`), `NO_COLOR`
-and `TERM` (whether a terminal shows colours), and nothing else.
+and `TERM` (whether a terminal shows colours), `CUDA_VISIBLE_DEVICES` (the GPUs of tensor parallel ranks), and nothing
+else.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _POSITIVE = {
     "num_blocks": 2**31 - 1,
     "max_model_len": 2**31 - 1,
     "num_threads": 1024,
+    "tensor_parallel": 1024,
 }
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -70,6 +72,10 @@ class EngineOptions:
     batch_invariant: bool = _option(False, "same bits for a request in any batch (slower on a GPU)")
     attention: str = _option("auto", "on a GPU: auto (the fastest installed), triton, flash3 or flashinfer")
     num_threads: int | None = _option(None, "CPU threads of the model; default: one per core")
+    tensor_parallel: int = _option(
+        1, "ranks that hold the model together, each with a GPU, or a share of the CPU, of its own"
+    )
+    rank_timeout: float = _option(120.0, "seconds after which a rank that does not answer ends its group")
     native: bool = _option(True, "run CPU steps as one native call; needs a C++ compiler")
     check: bool = _option(False, "check every overlap of streams and every invariant (slow)")
     record: bool = _option(True, "record the times of every step, and why the device idled")
@@ -91,6 +97,9 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 1, high)
         _seconds("max_step_time", self.max_step_time)
+        _seconds("rank_timeout", self.rank_timeout)
+        if self.rank_timeout == 0:
+            raise ConfigError("rank_timeout must be above 0: nobody waits for ever")
         _integer("seed", self.seed, -(2**63), 2**63 - 1)
         for name in ("prefix_cache", "batch_invariant", "native", "check", "record", "allow_special_tokens"):
             if not isinstance(getattr(self, name), bool):
@@ -133,6 +142,12 @@ def parse_bytes(name: str, value: int | str) -> int:
 def set_kernel_cache(folder: str) -> None:
     """Have Triton keep compiled kernels in this folder, in this process and in those that it starts."""
     os.environ["TRITON_CACHE_DIR"] = folder
+
+
+def see_one_gpu(rank: int) -> None:
+    """Let this process see the GPU of its rank alone, among those that its parent sees."""
+    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen[rank] if rank < len(seen) else str(rank)
 
 
 def log_level() -> str:

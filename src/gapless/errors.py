@@ -17,6 +17,7 @@
     ├── NativeUnavailable   no native step can be built here; the engine then runs steps in torch
     ├── RaceError           the happens-before checker found an unordered conflict
     ├── StepFailed          a step raised on the device; the requests in it failed, others go on
+    ├── RankFailed          a tensor parallel rank died, raised, or did not answer in time; its group ends
     ├── ControlFailed       a guide or a logits processor raised; its own requests failed, others go on
     └── EngineClosed        used after close, or the engine died
 
@@ -98,6 +99,10 @@ class RaceError(GaplessError):
 
 class StepFailed(GaplessError):
     """A step raised on the device."""
+
+
+class RankFailed(GaplessError):
+    """A tensor parallel rank died, raised, or did not answer in time. The ranks are out of step, so all of them end."""
 
 
 class ControlFailed(GaplessError):

@@ -256,6 +256,11 @@ def is_available() -> bool:
     return torch.cuda.is_available()
 
 
+def device_count() -> int:
+    """GPUs that this process sees."""
+    return torch.cuda.device_count()
+
+
 def most_memory() -> int:
     """Most bytes in use, since the start or the last `release_memory`."""
     return int(torch.cuda.max_memory_allocated())

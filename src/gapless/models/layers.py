@@ -108,10 +108,7 @@ class ExpertWeight:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The experts of a layer, and the router that chooses among them.
-
-    Where the layer has a shared expert, the last experts are its parts, and the router's last row is its gate.
-    """
+    """The experts of a layer, and the router that chooses among them."""
 
     router: Weight  # [count, hidden_size]
     router_bias: Tensor | None

@@ -91,6 +91,11 @@ class RankedLayers:
         return apply
 
 
+def on_ranks(layers: Layers, group: RankGroup, vocab_size: int) -> Layers:
+    """The parts of one rank of a group."""
+    return layers if group.size == 1 else RankedLayers(layers, group, vocab_size)
+
+
 def _without_last_bias(weights: ExpertWeights) -> ExpertWeights:
     """It is added once, by rank 0: what experts give is weighted before it is summed."""
     return replace(weights, experts=tuple(replace(expert, down_bias=None) for expert in weights.experts))

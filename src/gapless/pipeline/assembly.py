@@ -17,11 +17,14 @@ from gapless.core.request import Request
 from gapless.core.scheduler import Scheduler
 from gapless.guides.compiler import Compiler
 from gapless.guides.loading import load_vocabulary
+from gapless.models.rank_group import RankGroup
 from gapless.models.source import ModelSource
 from gapless.pipeline.checked import CheckedExecutor
 from gapless.pipeline.depth import AUTO_DEPTHS, AutoDepth, FixedDepth
 from gapless.pipeline.executor import Executor, LocalExecutor
 from gapless.pipeline.loop import Depth
+from gapless.pipeline.ranked import LoneRank, OtherRanks, other_ranks
+from gapless.ranks.team import Alarm
 from gapless.runner.build import Built, build
 from gapless.trace.null_recorder import NullRecorder
 from gapless.trace.recorder import KEPT_STEPS, Recorder
@@ -43,19 +46,45 @@ def put_together(
     options: EngineOptions,
     source: ModelSource,
     announce: Callable[[Request], None],
+    alarm: Alarm,
     progress: Callable[[int, int], None] | None = None,
     traced_steps: int | None = None,
     *,
     processed: bool = False,
 ) -> Assembly:
-    """Load the model and make everything that runs it. `announce` is told of each request that gets a row."""
-    built = _in_a_thread(partial(build, options, source, progress, processed=processed))
+    """Load the model and make everything that runs it. `announce` is told of each request that gets a row.
+
+    alarm: told when another rank of the model is lost.
+    """
+    num_slots = max(AUTO_DEPTHS) if options.depth == "auto" else int(options.depth)
+    ranks = other_ranks(options, source, num_slots, alarm, processed=processed)
+    try:
+        return _put_together(options, source, announce, ranks, progress, traced_steps, num_slots, processed=processed)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _put_together(
+    options: EngineOptions,
+    source: ModelSource,
+    announce: Callable[[Request], None],
+    ranks: LoneRank | OtherRanks,
+    progress: Callable[[int, int], None] | None,
+    traced_steps: int | None,
+    num_slots: int,
+    *,
+    processed: bool,
+) -> Assembly:
+    def make(group: RankGroup) -> Built:
+        return _in_a_thread(partial(build, options, source, progress, processed=processed, group=group))
+
+    built = ranks.build(make)
     limits = built.resolved.limits
     scheduler = Scheduler(limits, announce, Pace(options.max_step_time or math.inf, limits.max_batch_tokens))
     recorder = _make_recorder(options, built, scheduler, traced_steps)
-    fixed = options.depth != "auto"
-    depth: Depth = FixedDepth(int(options.depth)) if fixed else AutoDepth()
-    executor = _make_executor(options, built, scheduler, recorder, int(options.depth) if fixed else max(AUTO_DEPTHS))
+    depth: Depth = AutoDepth() if options.depth == "auto" else FixedDepth(int(options.depth))
+    executor = ranks.executor(_make_executor(options, built, scheduler, recorder, num_slots), limits)
     built.device.late.ready()
     model = built.resolved.model
     compiler = Compiler(partial(load_vocabulary, source, model.vocab_size, model.eos_token_ids))

@@ -23,7 +23,7 @@ from gapless.errors import EngineClosed, InvalidRequest
 from gapless.models.source import ModelSource
 from gapless.pipeline.assembly import put_together
 from gapless.pipeline.grammars import Grammars
-from gapless.pipeline.inbox import Abort, Close, Compiled, Deliver, Ping, Submit, call_safely
+from gapless.pipeline.inbox import Abort, Close, Compiled, Deliver, Loss, Ping, Submit, call_safely
 from gapless.pipeline.intake import make_request
 from gapless.pipeline.loop import run_loop
 from gapless.pipeline.monitor import Monitor
@@ -51,11 +51,17 @@ class Engine:
     ) -> None:
         """traced_steps: how many steps a trace has at most; the last ones. processors: of logits, in this order."""
         self.options = options
-        self._inbox: queue.SimpleQueue[Submit | Abort | Ping | Compiled | Close] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Submit | Abort | Ping | Compiled | Loss | Close] = queue.SimpleQueue()
         self._subscribers = Subscribers(self.abort)
         self._processors = check_processors(processors)
         self._parts = put_together(
-            options, source, self._subscribers.announce, progress, traced_steps, processed=bool(processors)
+            options,
+            source,
+            self._subscribers.announce,
+            lambda error: self._inbox.put(Loss(error)),
+            progress,
+            traced_steps,
+            processed=bool(processors),
         )
         self.resolved = self._parts.built.resolved
         self.monitor = Monitor(options, self._parts)
@@ -197,6 +203,8 @@ class Engine:
                     call_safely(answer)
                 case Compiled(request):
                     self._attend(request)
+                case Loss(error):
+                    raise error
                 case Close():
                     for finished in self._scheduler.abort_all():
                         self._subscribers.end(finished)

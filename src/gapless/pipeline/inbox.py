@@ -46,6 +46,13 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True)
+class Loss:
+    """Inbox: something that every step needs is gone, so the engine must die."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Inbox: end everything."""
 

@@ -5,6 +5,7 @@ The device's kit says how, `resolve` says in what sizes. Nothing here runs once 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from gapless.config import EngineOptions
 from gapless.core.params import MAX_LOGPROBS
 from gapless.device import open_device
 from gapless.device.base import Device
+from gapless.models.rank_group import ONE_RANK, RankGroup
 from gapless.models.source import ModelSource
 from gapless.runner.kits import kit_for
 from gapless.runner.kits.base import BuildProgress, Built, LoadedModel, Resolved, Settings, WeightOptions
@@ -27,18 +29,26 @@ __all__ = ["Built", "assemble", "build", "load"]
 
 @shortage_named("the model")
 def build(
-    options: EngineOptions, source: ModelSource, progress: BuildProgress | None = None, *, processed: bool = False
+    options: EngineOptions,
+    source: ModelSource,
+    progress: BuildProgress | None = None,
+    *,
+    processed: bool = False,
+    group: RankGroup = ONE_RANK,
 ) -> Built:
     """Load the model and lay out its memory. `progress(done, total)` counts weights, then graphs.
 
-    processed: logits processors may come between the halves of a step.
+    processed: logits processors may come between the halves of a step. group: the ranks that hold the model, each of
+    which builds its part now.
     """
-    settings = settle(options, read_config(source))
+    settings = settle(options, read_config(source), group.rank)
     device = open_device(settings.device_name, seed=options.interleave, check=options.check)
     try:
-        model = load(options, source, settings, device, progress)
+        model = load(options, source, settings, device, progress, group)
         resolved = resolve_on(device, options, settings, partial(_dry_run, model, settings, device.torch_device))
-        return assemble(device, model, resolved, progress, processed=processed)
+        return assemble(
+            device, model, agreed(resolved, group, device.torch_device), progress, processed=processed, group=group
+        )
     except BaseException:
         device.close()
         raise
@@ -50,10 +60,13 @@ def load(
     settings: Settings,
     device: Device,
     progress: BuildProgress | None = None,
+    group: RankGroup = ONE_RANK,
 ) -> LoadedModel:
-    """The model, with its weights on the device."""
+    """The model, or a rank's part of it, with its weights on the device."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
+    elif settings.num_sharing > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // settings.num_sharing))
     weights = WeightOptions(
         dtype=settings.dtype,
         device=device.torch_device,
@@ -63,7 +76,7 @@ def load(
         max_positions=max_model_len(options, settings.model),
         progress=progress,
     )
-    return kit_for(settings.device_name).load(source, settings, weights)
+    return kit_for(settings.device_name).load(source, settings, weights, group)
 
 
 def assemble(
@@ -73,9 +86,23 @@ def assemble(
     progress: BuildProgress | None = None,
     *,
     processed: bool = False,
+    group: RankGroup = ONE_RANK,
 ) -> Built:
     """A runner for a loaded model, with rows and KV memory of its own."""
-    return kit_for(resolved.device_name).assemble(device, model, resolved, progress, processed=processed)
+    kit = kit_for(resolved.device_name)
+    return kit.assemble(device, model, resolved, progress, processed=processed, group=group)
+
+
+def agreed(resolved: Resolved, group: RankGroup, device: torch.device) -> Resolved:
+    """With as many KV blocks as fit on every rank: plans name blocks, and mean the same ones on all of them."""
+    limits = resolved.limits
+    fitting = group.gather(torch.tensor([limits.num_blocks], device=device))
+    num_blocks = int(fitting.min())
+    return replace(
+        resolved,
+        limits=replace(limits, num_blocks=num_blocks),
+        kv_bytes=resolved.kv_bytes // limits.num_blocks * num_blocks,
+    )
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from gapless.device import open_device, pick_device
 from gapless.device.base import Device
 from gapless.errors import CapacityError, ConfigError, UnsupportedModel
 from gapless.models.config import ModelConfig
+from gapless.models.cut import cut_config
 from gapless.models.loader import load_config
 from gapless.models.source import ModelSource
 from gapless.runner.kits import kit_for
@@ -39,9 +40,20 @@ def resolve(options: EngineOptions, source: ModelSource) -> Resolved:
         device.close()
 
 
-def settle(options: EngineOptions, model: ModelConfig) -> Settings:
-    """The settings of the device that these options name."""
+def settle(options: EngineOptions, model: ModelConfig, rank: int = 0) -> Settings:
+    """The settings of the device that these options name, for one rank of those that hold the model."""
+    if options.tensor_parallel > 1:
+        _check_ranks(options)
+        model = cut_config(model, rank, options.tensor_parallel)
     return kit_for(pick_device(options.device)).settings(options, model)
+
+
+def _check_ranks(options: EngineOptions) -> None:
+    """Raises ConfigError for options that several ranks cannot follow."""
+    if options.batch_invariant:
+        raise ConfigError("batch_invariant: sums over tensor parallel ranks depend on the batch; use tensor_parallel 1")
+    if options.quantization == "fp8":
+        raise ConfigError("quantization fp8: parts of a weight would get other scales; use tensor_parallel 1")
 
 
 def read_config(source: ModelSource) -> ModelConfig:
@@ -64,7 +76,7 @@ def resolve_on(device: Device, options: EngineOptions, settings: Settings, dry_r
         groups = LayerGroups.of([spec.window for spec in model.attention_specs()], longest)
     size = block_bytes(groups.num_places, block_size, model.num_kv_heads, model.head_dim, settings.kv_dtype)
     wanted = -(-longest // block_size) * len(groups.windows) * settings.num_rows
-    num_blocks = _num_blocks(options, size, wanted, partial(device.kv_budget, dry_run))
+    num_blocks = _num_blocks(options, size, wanted, partial(device.kv_budget, dry_run), settings.num_sharing)
     limits = Limits(
         num_rows=settings.num_rows,
         num_blocks=num_blocks,
@@ -88,10 +100,11 @@ def max_model_len(options: EngineOptions, model: ModelConfig) -> int:
     return asked
 
 
-def _num_blocks(options: EngineOptions, size: int, wanted: int, budget: Callable[[], int]) -> int:
+def _num_blocks(options: EngineOptions, size: int, wanted: int, budget: Callable[[], int], num_sharing: int) -> int:
+    """num_sharing: engines or ranks that share the memory."""
     if options.num_blocks is not None:
         return options.num_blocks
-    memory = budget() if options.kv_memory is None else parse_bytes("kv_memory", options.kv_memory)
+    memory = budget() // num_sharing if options.kv_memory is None else parse_bytes("kv_memory", options.kv_memory)
     if memory < size:
         raise CapacityError(
             f"the KV cache has {memory} bytes, and one block of {options.block_size} tokens takes {size}; "

@@ -23,6 +23,7 @@ from gapless.errors import ConfigError, UnsupportedModel
 from gapless.models.config import ModelConfig
 from gapless.models.decoder import CausalLM
 from gapless.models.loader import LoadFormat, Quantization
+from gapless.models.rank_group import ONE_RANK, RankGroup
 from gapless.models.source import ModelSource
 from gapless.models.spec import Feature
 from gapless.models.transformers_model import TransformersLM
@@ -52,6 +53,7 @@ class Settings:
     attention: tuple[str, ...] = ()  # names of which the fastest will run, where there is a choice
     stored: bool = False  # matrices of a GGUF stay as they are stored
     grouped: bool = False  # layers with a window keep only its blocks
+    num_sharing: int = 1  # ranks that share this device's memory and cores
 
     @classmethod
     def of(
@@ -177,12 +179,15 @@ class Kit(Protocol):
 
     block_sizes: tuple[int, ...]  # that `gapless check` plays; each is a runner of its own
     exact_dtypes: tuple[torch.dtype, ...]  # of steps in torch whose tokens depend on their batch by rounding alone
+    collectives: str  # the library by which ranks on such devices talk
 
     def settings(self, options: EngineOptions, model: ModelConfig) -> Settings:
         """The settings for these options. Raises ConfigError for an option that the device cannot follow."""
 
-    def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
-        """The model, with its weights on the device."""
+    def load(
+        self, source: ModelSource, settings: Settings, weights: WeightOptions, group: RankGroup = ONE_RANK
+    ) -> LoadedModel:
+        """The model, or a rank's part of it, with its weights on the device."""
 
     def assemble(
         self,
@@ -192,6 +197,7 @@ class Kit(Protocol):
         progress: BuildProgress | None,
         *,
         processed: bool = False,
+        group: RankGroup = ONE_RANK,
     ) -> Built:
         """A runner for a loaded model, with rows and KV memory of its own. processed: with logits processors."""
 

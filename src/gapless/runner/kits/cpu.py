@@ -11,8 +11,10 @@ from gapless.config import EngineOptions
 from gapless.device.base import Device
 from gapless.errors import ConfigError
 from gapless.models.config import ModelConfig
-from gapless.models.layers import PlainLayers
+from gapless.models.layers import PLAIN, PlainLayers
 from gapless.models.loader import LoadFormat, Quantization, load_model, open_weights, why_not_stored
+from gapless.models.rank_group import ONE_RANK, RankGroup
+from gapless.models.ranked_layers import on_ranks
 from gapless.models.source import ModelSource
 from gapless.models.transformers_model import load_transformers
 from gapless.runner.kits.base import (
@@ -31,6 +33,7 @@ from gapless.runner.kits.base import (
 from gapless.runner.native import NativeModel, NativeRunner, why_not
 from gapless.runner.runner import Runner
 from gapless.runner.sampler import sample
+from gapless.runner.shared_draw import shared
 from gapless.runner.step import Step
 
 
@@ -39,6 +42,7 @@ class CpuKit:
 
     block_sizes: tuple[int, ...] = (4, 8, 16)
     exact_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    collectives = "gloo"
 
     def settings(self, options: EngineOptions, model: ModelConfig) -> Settings:
         if options.attention != "auto":
@@ -57,6 +61,9 @@ class CpuKit:
         reason = why_not(settings.dtype, model) if options.native or model.is_general else None
         if options.kv_dtype == "fp8" and options.native and not model.is_general:
             reason = "it has no FP8 KV cache"
+        if model.shard is not None:
+            settings = dataclasses.replace(settings, num_sharing=model.shard.num_ranks)
+            reason = "tensor parallel ranks run in torch" if options.native else None
         native = options.native and reason is None
         if options.batch_invariant and options.kv_dtype == "fp8":
             raise ConfigError("batch_invariant: on a CPU only native steps are, and they have no FP8 KV cache")
@@ -69,12 +76,14 @@ class CpuKit:
             settings, dtype=dtype, native=native, slow_reason=reason, stored=stored, grouped=True
         )
 
-    def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
+    def load(
+        self, source: ModelSource, settings: Settings, weights: WeightOptions, group: RankGroup = ONE_RANK
+    ) -> LoadedModel:
         if settings.model.is_general:
             return load_transformers(source, settings.model, **weights)
         if settings.native:
             return load_native(source, settings.model, **weights, stored=settings.stored)
-        return load_model(source, settings.model, **weights)
+        return load_model(source, settings.model, layers=on_ranks(PLAIN, group, settings.model.vocab_size), **weights)
 
     def assemble(
         self,
@@ -84,6 +93,7 @@ class CpuKit:
         progress: BuildProgress | None,
         *,
         processed: bool = False,
+        group: RankGroup = ONE_RANK,
     ) -> Built:
         config, limits = resolved.model, resolved.limits
         kv = make_kv_store(device, resolved, heads_first=True)  # the reference gathers the KV cache head by head
@@ -95,7 +105,7 @@ class CpuKit:
         specs = config.attention_specs()
         attention = ReferenceAttention(kv.pools, limits.block_size, specs, resolved.groups.of_layer)
         reason = resolved.slow_reason if config.is_general else _no_native_call(resolved.slow_reason)
-        plain = Runner(device, limits, kv, Step(model, attention, sample), reason)
+        plain = Runner(device, limits, kv, Step(model, attention, shared(sample, group)), reason)
         return Built(resolved, device, plain, in_blocks(kv, resolved))
 
 

@@ -15,7 +15,7 @@ from gapless.attention.invariant import InvariantAttention
 from gapless.attention.triton import TritonAttention
 from gapless.config import EngineOptions
 from gapless.device.base import Device
-from gapless.device.cuda import replay_s
+from gapless.device.cuda import device_count, replay_s
 from gapless.errors import ConfigError
 from gapless.kernels.ahead import hashed_meanwhile
 from gapless.kernels.cublas import product_shapes
@@ -28,6 +28,8 @@ from gapless.models.invariant_layers import InvariantLayers
 from gapless.models.layers import Layers
 from gapless.models.loader import load_model
 from gapless.models.narrow_layers import NarrowLinear
+from gapless.models.rank_group import ONE_RANK, RankGroup
+from gapless.models.ranked_layers import on_ranks
 from gapless.models.skinny_layers import SkinnyLayers
 from gapless.models.source import ModelSource
 from gapless.models.spec import Feature
@@ -50,6 +52,7 @@ from gapless.runner.kits.base import (
 from gapless.runner.kv_store import KVStore
 from gapless.runner.native import NativeModel
 from gapless.runner.runner import Runner
+from gapless.runner.shared_draw import shared
 from gapless.runner.step import Step
 
 log = logging.getLogger(__name__)
@@ -60,6 +63,7 @@ class CudaKit:
 
     block_sizes: tuple[int, ...] = (16,)  # a runner captures its graphs, which takes a while
     exact_dtypes: tuple[torch.dtype, ...] = ()  # kernels are chosen by the size of the batch
+    collectives = "nccl"
 
     def settings(self, options: EngineOptions, model: ModelConfig) -> Settings:
         refuse(model, "cuda", TritonAttention.why_not(model.attention_specs()) or GeneralLayers.why_not(model))
@@ -69,6 +73,7 @@ class CudaKit:
         if options.batch_invariant and (missing := InvariantLayers.why_not(model)):
             raise ConfigError(f"batch_invariant: {model.architecture} needs other layers than these: {missing}")
         check_quantization(options, model)
+        check_ranks(model)
         settings = Settings.of(
             options, model, "cuda", dtype=torch.bfloat16, kv_dtype=None, max_batch_tokens=8192, max_num_rows=256
         )
@@ -78,7 +83,9 @@ class CudaKit:
             settings, attention=candidates(options, model, settings.kv_dtype), slow_reason=reason, grouped=True
         )
 
-    def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
+    def load(
+        self, source: ModelSource, settings: Settings, weights: WeightOptions, group: RankGroup = ONE_RANK
+    ) -> LoadedModel:
         settle_keys()
         if settings.model.is_general:
             return load_transformers(source, settings.model, **weights)
@@ -88,6 +95,7 @@ class CudaKit:
             layers = make_layers(weights["device"], settings.dtype, batch_invariant=settings.batch_invariant)
         else:
             fp8_linear = NarrowLinear.maker(Workspace(weights["device"]))
+        layers = on_ranks(layers, group, settings.model.vocab_size)
         with hashed_meanwhile():
             return load_model(source, settings.model, layers=layers, fp8_linear=fp8_linear, **weights)
 
@@ -99,12 +107,13 @@ class CudaKit:
         progress: BuildProgress | None,
         *,
         processed: bool = False,
+        group: RankGroup = ONE_RANK,
     ) -> Built:
         assert not isinstance(model, NativeModel)
         limits = resolved.limits
         kv = make_kv_store(device, resolved, heads_first=False)
         attention, choice = choose_attention(device, kv, resolved)
-        step = Step(model, attention, pick, score)
+        step = Step(model, attention, shared(pick, group), score)
         if isinstance(model, TransformersLM):  # its code may look at numbers on the host, so steps are not captured
             eager = Runner(device, limits, kv, step, str(Feature.GENERAL))
             return Built(resolved, device, eager, in_blocks(kv, resolved), attention=choice)
@@ -112,6 +121,17 @@ class CudaKit:
         graphs = GraphRunner(runner, step, limits, device, progress, resolved.slow_reason, processed=processed)
         device.late.watch_names("first product", product_shapes)
         return Built(resolved, device, graphs, in_blocks(kv, resolved), str(graphs.cost), choice)
+
+
+def check_ranks(model: ModelConfig) -> None:
+    """Raises ConfigError where the ranks of a model cannot run here."""
+    if model.shard is None:
+        return
+    num_ranks, num_gpus = model.shard.num_ranks, device_count()
+    if model.shard.rank == 0 and num_gpus < num_ranks:  # the others see their own alone
+        raise ConfigError(f"tensor_parallel {num_ranks}: this machine has {num_gpus} GPU{'s' if num_gpus != 1 else ''}")
+    if Feature.EXPERTS in model.features():
+        raise ConfigError(f"tensor_parallel {num_ranks}: experts are not cut on GPUs; use 1")
 
 
 def check_fp8(options: EngineOptions, model: ModelConfig, dtype: torch.dtype) -> None:

@@ -1,0 +1,78 @@
+"""The group of ranks by torch.distributed: gloo between CPUs, NCCL between GPUs.
+
+Owns one process group, which is no global of the process, so that several engines may follow each other. Every call
+has a time limit. With NCCL a call only queues work on the current stream, so that a graph can capture it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+LOCAL = "127.0.0.1"
+dist: Any = import_module("torch.distributed")  # the types of its process groups are not told
+
+
+class CollectiveFailed(RuntimeError):
+    """The ranks did not come together: one of them is gone, or late."""
+
+
+class TorchGroup:
+    """One rank's end."""
+
+    def __init__(self, backend: str, store: Any, rank: int, size: int, timeout_s: float) -> None:
+        """backend: gloo or nccl. Waits for all ranks."""
+        self.rank, self.size = rank, size
+        self._timeout_s = timeout_s
+        self._group = self._met(lambda: _BACKENDS[backend](store, rank, size, timedelta(seconds=timeout_s)))
+
+    def add(self, tensor: Tensor) -> Tensor:
+        self._met(lambda: self._group.allreduce([tensor]).wait())
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        found = tensor.new_empty((self.size, *tensor.shape))
+        self._met(lambda: self._group._allgather_base(found.flatten(0, 1), tensor).wait())
+        return found
+
+    def share(self, tensor: Tensor) -> None:
+        self._met(lambda: self._group.broadcast(tensor, 0).wait())
+
+    def _met(self, meet: Callable[[], Any]) -> Any:
+        try:
+            return meet()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0][:200]
+            raise CollectiveFailed(
+                f"a rank is gone, or did not come within {self._timeout_s:g} s ({reason})"
+            ) from error
+
+
+def host_store(timeout_s: float) -> Any:
+    """Where ranks of this machine find each other; rank 0 holds it, at a port that is free."""
+    return dist.TCPStore(LOCAL, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def find_store(port: int, timeout_s: float) -> Any:
+    """The same, for the other ranks."""
+    return dist.TCPStore(LOCAL, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOCAL)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+_BACKENDS = {"gloo": _gloo, "nccl": _nccl}
