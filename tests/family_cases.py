@@ -92,6 +92,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 PARTIAL = {"hidden_size": 32, "partial_rotary_factor": 0.5}
 LOCAL_FIRST = ["sliding_attention", "full_attention", "sliding_attention"]
 MOE = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+QWEN2_MOE = of("Qwen2MoeForCausalLM", "qwen2_moe", num_experts=5, moe_intermediate_size=16, **MOE)
 QWEN3_MOE = of("Qwen3MoeForCausalLM", "qwen3_moe", num_experts=5, moe_intermediate_size=16, head_dim=12, **MOE)
 GPT_OSS = of("GptOssForCausalLM", "gpt_oss", num_local_experts=4, head_dim=12, sliding_window=24, **MOE) | {
     "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False, "rope_theta": 1000.0}
@@ -128,6 +129,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2 without caps": GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
     "gemma3": GEMMA3 | {"layer_types": LOCAL_FIRST, "rope_parameters": BY_TYPE},
     "mixtral": of("MixtralForCausalLM", "mixtral", num_local_experts=4, sliding_window=24, **MOE),
+    "qwen2 moe": QWEN2_MOE | {"shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 24},
+    "qwen2 moe in part": QWEN2_MOE
+    | {"shared_expert_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 2, "qkv_bias": False},
     "qwen3 moe": QWEN3_MOE,
     "qwen3 moe in part": QWEN3_MOE | {"norm_topk_prob": True, "mlp_only_layers": [0]},
     "gpt oss": GPT_OSS,

@@ -27,7 +27,14 @@ def draw(*size: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 
 
 def stack_of(
-    count: int, hidden: int, inner: int, num_chosen: int, *, bias: bool = False, normalized: bool = True
+    count: int,
+    hidden: int,
+    inner: int,
+    num_chosen: int,
+    *,
+    bias: bool = False,
+    normalized: bool = True,
+    num_shared: int = 0,
 ) -> ExpertStack:
     """With biases, the activation is the clamped one, and weights so large that it clamps."""
     scale = 3.0 if bias else 1.0
@@ -40,17 +47,21 @@ def stack_of(
         num_chosen=num_chosen,
         is_normalized=normalized,
         is_clamped=bias,
+        num_shared=num_shared,
     )
 
 
 def expected_of(x: torch.Tensor, logits: torch.Tensor, stack: ExpertStack) -> torch.Tensor:
     """Row by row and choice by choice, in float32."""
-    scores = logits if stack.router_bias is None else logits + stack.router_bias.float()
+    routed = stack.count - stack.num_shared
+    scores = logits[:, :routed] if stack.router_bias is None else logits + stack.router_bias.float()
     best = scores.topk(stack.num_chosen, dim=-1)
     shares = best.values.softmax(-1) if stack.is_normalized else scores.softmax(-1).gather(1, best.indices)
+    if stack.num_shared:
+        shares = torch.cat((shares, logits[:, routed, None].sigmoid().expand(-1, stack.num_shared)), 1)
     out = torch.zeros(len(x), stack.down.shape[1], device=x.device)
     for row, experts in enumerate(best.indices.tolist()):
-        for place, expert in enumerate(experts):
+        for place, expert in enumerate([*experts, *range(routed, stack.count)]):
             both = stack.both[expert].float() @ x[row]
             if stack.both_bias is not None:
                 both += stack.both_bias[expert].float()
@@ -102,6 +113,16 @@ def test_experts(num_rows: int, count: int, hidden: int, inner: int, num_chosen:
     assert_near(found, expected)
 
 
+@pytest.mark.parametrize(("num_rows", "num_shared", "num_logits"), [(1, 2, 6), (7, 1, 32), (40, 3, 6)])
+def test_a_shared_expert(num_rows: int, num_shared: int, num_logits: int) -> None:
+    """It has a logit of its own, behind which may stand others that mean nothing."""
+    x, stack = draw(num_rows, 32), stack_of(5 + num_shared, 32, 16, 2, num_shared=num_shared, normalized=False)
+    logits = draw(num_rows, num_logits, seed=9).float()
+    logits[:, 6:] = 100.0
+    found, expected, _ = added(x, logits, stack, normed=True)
+    assert_near(found, expected)
+
+
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_experts_with_biases(num_rows: int) -> None:
     x, stack = draw(num_rows, 64), stack_of(6, 64, 32, 2, bias=True)
@@ -109,9 +130,12 @@ def test_experts_with_biases(num_rows: int) -> None:
     assert_near(found, expected)
 
 
-@pytest.mark.parametrize(("count", "num_chosen", "normalized"), [(5, 3, True), (12, 2, False)])
-def test_one_row_in_kernels_of_its_own(count: int, num_chosen: int, normalized: bool) -> None:
-    x, router, stack = draw(1, 256), draw(count, 256, seed=9), stack_of(count, 256, 256, num_chosen)
+@pytest.mark.parametrize(
+    ("count", "num_chosen", "normalized", "num_shared"), [(5, 3, True, 0), (12, 2, False, 0), (4, 1, False, 2)]
+)
+def test_one_row_in_kernels_of_its_own(count: int, num_chosen: int, normalized: bool, num_shared: int) -> None:
+    x, stack = draw(1, 256), stack_of(count, 256, 256, num_chosen, num_shared=num_shared)
+    router = draw(32 if num_shared else count, 256, seed=9)
     stack = replace(stack, is_normalized=normalized, router_bias=draw(count, seed=5) if normalized else None)
     assert fits_one(stack)
     squares = torch.full((SQUARES_TILES, MAX_ROWS), math.nan, device=DEVICE)

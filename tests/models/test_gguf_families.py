@@ -33,6 +33,12 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("qwen2 whole", RMS_NORM),
     "qwen3": ("qwen3", RMS_NORM | {"attention.key_length": 12}),
+    "qwen2moe": (
+        "qwen2 moe whole",
+        RMS_NORM
+        | EXPERTS
+        | {"expert_count": 5, "expert_feed_forward_length": 16, "expert_shared_feed_forward_length": 40},
+    ),
     "qwen3moe": (
         "qwen3 moe in part",
         RMS_NORM | EXPERTS | {"expert_count": 5, "expert_feed_forward_length": 16, "attention.key_length": 12},
@@ -75,6 +81,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MORE: dict[str, dict[str, Any]] = {  # cases whose values a GGUF has no place for are left at what it implies
     "qwen2 whole": CASES["qwen2"] | {"use_sliding_window": False},
+    "qwen2 moe whole": CASES["qwen2 moe"] | {"use_sliding_window": False},
     "smollm3 by default": CASES["smollm3"] | {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
     "starcoder2 whole": CASES["starcoder2"] | {"sliding_window": None},
     "gemma2 by size": CASES["gemma2"] | {"query_pre_attn_scalar": 16},
@@ -149,6 +156,8 @@ def _converted(arch: str, config: Any, name: str, array: np.ndarray) -> np.ndarr
         return pairs_from_halves(array, config.num_attention_heads if ".q_" in name else config.num_key_value_heads)
     if arch.startswith("gemma") and name.endswith("norm.weight"):
         return array + 1
+    if name.endswith("layers.0.mlp.shared_expert_gate.weight"):
+        return array.reshape(-1)  # files have either
     if arch == "gpt2" and array.ndim == 2 and ".c_" in name:
         return array.T
     if arch == "gptneox" and "query_key_value" in name:

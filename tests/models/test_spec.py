@@ -33,6 +33,9 @@ def needs(config: ModelConfig) -> set[Feature]:
     return {*attention_features(config.attention_specs()), *config.features()}
 
 
+NORMED_EXPERTS = with_last(
+    replace(LAYER, norm=replace(LAYER.norm, place="around"), mlp=replace(LAYER.mlp, experts=ExpertSpec(4, 2)))
+)
 CASES: list[tuple[ModelConfig, set[Feature]]] = [
     (PLAIN, set()),
     (of("attention", window=4), {Feature.WINDOW}),
@@ -96,11 +99,18 @@ def test_what_fused_layers_lack() -> None:
     assert SkinnyLayers.why_not(replace(PLAIN, embedding_scale=2.0)) is None
 
 
-def test_general_layers_lack_nothing() -> None:
+def test_what_general_layers_lack() -> None:
     pytest.importorskip("triton")
     from gapless.models.general_layers import GeneralLayers
 
     assert all(GeneralLayers.why_not(config) is None for config, _ in CASES)
+    assert GeneralLayers.why_not(NORMED_EXPERTS) == "its layers have no norms after experts"
+
+
+def test_norms_after_experts_are_for_torch_on_a_cpu_alone() -> None:
+    assert Feature.NORM_AFTER_EXPERTS in needs(NORMED_EXPERTS)
+    assert why_not(torch.float32, NORMED_EXPERTS) == "norms after experts"
+    assert PlainLayers.why_not(NORMED_EXPERTS) is None
 
 
 def test_what_the_attention_kernels_lack() -> None:

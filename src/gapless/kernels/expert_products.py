@@ -65,7 +65,10 @@ EXACT = ExpertTilings(ExpertTiling(16, 32, 32, num_stages=2), ExpertTiling(16, 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertStack:
-    """The weights of all experts of one layer, and how the router chooses among them."""
+    """The weights of all experts of one layer, and how the router chooses among them.
+
+    The last `num_shared` are parts of one that every row has: behind the router's logits is one more, its gate's.
+    """
 
     both: Tensor  # [count, 2 * inner, hidden]: gate, then up
     down: Tensor  # [count, hidden, inner]
@@ -75,14 +78,25 @@ class ExpertStack:
     num_chosen: int
     is_normalized: bool  # shares of the chosen add up to 1
     is_clamped: bool  # the activation of GPT-OSS, in place of SiLU
+    num_shared: int = 0
 
     @property
     def count(self) -> int:
         return len(self.both)
 
-    def constants(self) -> dict[str, Any]:
-        count = len(self.both)
-        return {"E": count, "BLOCK_E": triton.next_power_of_2(count), "TOP": self.num_chosen}
+    @property
+    def num_pairs(self) -> int:
+        """Of each row."""
+        return self.num_chosen + self.num_shared
+
+    def lists(self) -> dict[str, Any]:
+        """For kernels that know pairs and their experts."""
+        return {"E": self.count, "BLOCK_E": triton.next_power_of_2(self.count), "TOP": self.num_pairs}
+
+    def choice(self, num_logits: int) -> dict[str, Any]:
+        """For kernels that choose, from so many logits of a row."""
+        routed = {"E": self.count - self.num_shared, "TOP": self.num_chosen}
+        return self.lists() | routed | {"SHARED": self.num_shared, "LOGITS": num_logits}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +115,7 @@ def tilings_for(num_rows: int, stack: ExpertStack, *, invariant: bool) -> Expert
         return EXACT
     if invariant:
         return INVARIANT
-    mean = num_rows * stack.num_chosen / stack.count
+    mean = num_rows * stack.num_pairs / stack.count
     return FEW if mean <= 16 else SOME if mean <= 96 else MANY
 
 
@@ -110,18 +124,19 @@ def add_experts(
 ) -> int:
     """Add what the chosen experts make of x [n, hidden] to the stream, in place. How many sums of squares are left.
 
-    logits [n, count] float32 of the router. counts [count] int32, zero, and zero again afterwards.
+    logits [n, at least as many as experts are chosen from, and one for a shared one] float32 of the router.
+    counts [count] int32, zero, and zero again afterwards.
     """
     num_rows, size = x.shape
     tilings = tilings_for(num_rows, stack, invariant=invariant)
-    num_pairs = num_rows * stack.num_chosen
+    num_pairs = num_rows * stack.num_pairs
     members = torch.empty(stack.count, num_rows, dtype=torch.int32, device=x.device)
     shares = torch.empty(num_pairs, dtype=torch.float32, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     bias, has_bias = _or(stack.router_bias, logits)
     experts.route[(num_rows,)](
         logits, bias, counts, members, shares, stream.squares, scales, num_rows, stream.num_squares, stream.eps,
-        K=size, NORMALIZED=stack.is_normalized, HAS_BIAS=has_bias, **_norm(stream), **stack.constants(),
+        K=size, NORMALIZED=stack.is_normalized, HAS_BIAS=has_bias, **_norm(stream), **stack.choice(logits.shape[1]),
         num_warps=4, **pdl(),
     )  # fmt: skip
     lists = (counts, members)
@@ -147,7 +162,7 @@ def _grouped(
     """One product of all pairs: into gate and up, activated, or down from there."""
     weight, bias = (stack.both, stack.both_bias) if gated else (stack.down, stack.down_bias)
     columns = weight.shape[1] // 2 if gated else weight.shape[1]
-    num_pairs = num_rows * stack.num_chosen
+    num_pairs = num_rows * stack.num_pairs
     out = torch.empty(num_pairs, columns, dtype=dtype, device=x.device)
     num_tiles = min(num_pairs, triton.cdiv(num_pairs, tiling.block_m) + stack.count)
     inner = weight.shape[2]
@@ -159,7 +174,7 @@ def _grouped(
         x, weight, bias, out, *lists, factors, num_rows,
         N=columns, K=inner, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
         GATED=gated, CLAMPED=stack.is_clamped, NORM=gated and stream.num_squares > 0, HAS_BIAS=has_bias,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **stack.constants(),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **stack.lists(),
         num_warps=tiling.num_warps, num_stages=min(tiling.num_stages, fitting), **pdl(),
     )  # fmt: skip
     return out
@@ -171,7 +186,7 @@ def _combine(parts: Tensor, stack: ExpertStack, stream: ExpertStream, counts: Te
     leaves = num_rows <= MAX_ROWS
     experts.combine[(num_rows, num_tiles)](
         parts, stream.values, counts, stream.squares, N=size, BLOCK_N=min(COMBINED, triton.next_power_of_2(size)),
-        SQUARES=leaves, SQUARES_STRIDE=MAX_ROWS, **stack.constants(), num_warps=4, **pdl(),
+        SQUARES=leaves, SQUARES_STRIDE=MAX_ROWS, **stack.lists(), num_warps=4, **pdl(),
     )  # fmt: skip
     return num_tiles if leaves else 0
 
@@ -182,7 +197,7 @@ def fits_one(stack: ExpertStack) -> bool:
     if stack.down_bias is not None or stack.both_bias is not None:
         return False
     divides = size % max(ONE.columns, ONE.inner) == 0 and inner % max(ONE.gate_columns, ONE.inner) == 0
-    short = stack.num_chosen * inner // ONE.inner <= ONE.most_tiles and size // ONE.inner <= ONE.most_tiles // 2
+    short = stack.num_pairs * inner // ONE.inner <= ONE.most_tiles and size // ONE.inner <= ONE.most_tiles // 2
     return divides and short and size // ONE.columns <= SQUARES_TILES
 
 
@@ -190,19 +205,20 @@ def add_of_one(x: Tensor, router: Tensor, stack: ExpertStack, stream: ExpertStre
     """What `add_experts` does, for one row [1, hidden], whose logits are computed here; the norm is fused in."""
     assert stream.num_squares > 0
     _, size, columns = stack.down.shape
-    logits, shares = (torch.empty(stack.count, dtype=torch.float32, device=x.device) for _ in range(2))
-    chosen = torch.empty(stack.num_chosen, dtype=torch.int32, device=x.device)
-    inner = torch.empty(stack.num_chosen, columns, dtype=x.dtype, device=x.device)
+    logits = torch.empty(len(router), dtype=torch.float32, device=x.device)
+    shares = torch.empty(stack.num_pairs, dtype=torch.float32, device=x.device)
+    chosen = torch.empty(stack.num_pairs, dtype=torch.int32, device=x.device)
+    inner = torch.empty(stack.num_pairs, columns, dtype=x.dtype, device=x.device)
     bias, has_bias = _or(stack.router_bias, logits)
     norm = _norm(stream)
     norm.pop("NORM")
     squares = (stream.squares, stream.num_squares, stream.eps)
-    one_row.choose_of_one[(triton.cdiv(stack.count, ONE.columns),)](
+    one_row.choose_of_one[(triton.cdiv(len(router), ONE.columns),)](
         x, router, bias, logits, chosen, shares, counts, *squares,
         K=size, BLOCK_N=ONE.columns, BLOCK_K=ONE.inner, NORMALIZED=stack.is_normalized, HAS_BIAS=has_bias,
-        **norm, **stack.constants(), num_warps=8, **pdl(),
+        **norm, **stack.choice(len(router)), num_warps=8, **pdl(),
     )  # fmt: skip
-    one_row.gate_of_one[(columns // ONE.gate_columns, stack.num_chosen)](
+    one_row.gate_of_one[(columns // ONE.gate_columns, stack.num_pairs)](
         x, stack.both, inner, chosen, shares, *squares,
         N=columns, K=size, BLOCK_N=ONE.gate_columns, BLOCK_K=ONE.inner, CLAMPED=stack.is_clamped, **norm,
         num_warps=ONE.gate_warps, maxnreg=ONE.gate_registers, **pdl(),
@@ -210,7 +226,7 @@ def add_of_one(x: Tensor, router: Tensor, stack: ExpertStack, stream: ExpertStre
     num_tiles = size // ONE.columns
     one_row.down_of_one[(num_tiles,)](
         inner, stack.down, stream.values, chosen, stream.squares,
-        N=size, K=columns, TOP=stack.num_chosen, BLOCK_N=ONE.columns, BLOCK_K=ONE.inner,
+        N=size, K=columns, TOP=stack.num_pairs, BLOCK_N=ONE.columns, BLOCK_K=ONE.inner,
         EARLY=min(ONE.early, inner.numel() // ONE.inner), SQUARES_STRIDE=MAX_ROWS, num_warps=8,
         maxnreg=ONE.registers, **pdl(),
     )  # fmt: skip

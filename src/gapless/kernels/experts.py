@@ -5,6 +5,9 @@ list of its expert. `grouped` multiplies the pairs of one list by their expert's
 program has it finds from the lengths of the lists, so the grid is fixed and the host knows no numbers. `combine` adds
 up the pairs of a row, in the order of their ranks, whoever else is in the batch.
 
+A shared expert is some experts more, behind the others, that every row has chosen: its parts. Of the router's logits
+the one behind those of the experts is its gate's.
+
 One row needs no lists: kernels/one_row_experts.
 """
 
@@ -42,23 +45,41 @@ def shares_of(logit, place, TOP: tl.constexpr, NORMALIZED: tl.constexpr):
     return power / total
 
 
+@triton.jit
+def add_shared(
+    expert, place, share, logits, E: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr
+):  # fmt: skip
+    """Experts, their places and shares, with the parts of the shared expert at the places behind the chosen ones.
+
+    Which experts are chosen, the third result, is shown by their place no longer: those in between are not.
+    """
+    is_part = (expert >= E) & (expert < E + SHARED)
+    is_chosen = is_part | (place < TOP)
+    if SHARED > 0:
+        place = tl.where(is_part, TOP + expert - E, place)
+        share = tl.where(is_part, tl.sigmoid(tl.load(logits + E)), share)
+    return place, share, is_chosen
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_squares"])
 def route(
     logits, bias, counts, members, shares, squares, scales, num_rows, num_squares, eps,
-    K: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, TOP: tl.constexpr, NORMALIZED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, NORM: tl.constexpr, MAX_SQUARES: tl.constexpr, SQUARES_STRIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr,
+    LOGITS: tl.constexpr, NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+    MAX_SQUARES: tl.constexpr, SQUARES_STRIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: its pairs to the lists, their shares, and with NORM the factor of the row's norm.
 
-    counts [E], zero before; members [E, num_rows]: pairs; shares [num_rows, TOP].
+    logits [num_rows, LOGITS]; counts [E + SHARED], zero before; members [E + SHARED, num_rows]: pairs;
+    shares [num_rows, TOP + SHARED].
     """
     launch_dependents_and_wait(PDL)
     row = tl.program_id(0)
-    expert, logit, place = rank(logits + row * E, bias, E, BLOCK_E, HAS_BIAS)
-    is_chosen = place < TOP
-    pair = row * TOP + place
-    tl.store(shares + pair, shares_of(logit, place, TOP, NORMALIZED), mask=is_chosen)
+    expert, logit, place = rank(logits + row * LOGITS, bias, E, BLOCK_E, HAS_BIAS)
+    share = shares_of(logit, place, TOP, NORMALIZED)
+    place, share, is_chosen = add_shared(expert, place, share, logits + row * LOGITS, E, TOP, SHARED)
+    pair = row * (TOP + SHARED) + place
+    tl.store(shares + pair, share, mask=is_chosen)
     position = tl.atomic_add(counts + expert, 1, mask=is_chosen, sem="relaxed")
     tl.store(members + expert.to(tl.int64) * num_rows + position, pair, mask=is_chosen)
     if NORM:

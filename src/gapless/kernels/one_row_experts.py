@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gapless.kernels.experts import activate, rank, shares_of
+from gapless.kernels.experts import activate, add_shared, rank, shares_of
 
 
 @triton.jit
@@ -32,9 +32,9 @@ def _norm_factor(
 @triton.jit(do_not_specialize=["num_squares"])
 def choose_of_one(
     x, weight, bias, logits, chosen, shares, counter, squares, num_squares, eps,
-    K: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, TOP: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr, MAX_SQUARES: tl.constexpr,
-    SQUARES_STRIDE: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr,
+    LOGITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, MAX_SQUARES: tl.constexpr, SQUARES_STRIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The logits of some experts. The last program to finish ranks all, and leaves the chosen ones and their shares."""
     tile = tl.program_id(0)
@@ -43,19 +43,21 @@ def choose_of_one(
     tiles = ()
     for start in tl.static_range(0, K, BLOCK_K):
         at = weight + mine[:, None] * K + start + inner[None, :]
-        tiles += (tl.load(at, mask=(mine < E)[:, None], other=0.0),)
+        tiles += (tl.load(at, mask=(mine < LOGITS)[:, None], other=0.0),)
     _wait_and_trigger(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for i in tl.static_range(K // BLOCK_K):
         acc += tiles[i].to(tl.float32) * tl.load(x + i * BLOCK_K + inner).to(tl.float32)[None, :]
     factor = _norm_factor(squares, num_squares, eps, K, MAX_SQUARES, SQUARES_STRIDE)
-    tl.store(logits + mine, tl.sum(acc, axis=1) * factor, mask=mine < E)
+    tl.store(logits + mine, tl.sum(acc, axis=1) * factor, mask=mine < LOGITS)
     tl.debug_barrier()  # every thread's logits are written before the count says so
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(counter, 0)  # ready for the next layer
         expert, logit, place = rank(logits, bias, E, BLOCK_E, HAS_BIAS)
-        tl.store(chosen + place, expert, mask=place < TOP)
-        tl.store(shares + place, shares_of(logit, place, TOP, NORMALIZED), mask=place < TOP)
+        share = shares_of(logit, place, TOP, NORMALIZED)
+        place, share, is_chosen = add_shared(expert, place, share, logits, E, TOP, SHARED)
+        tl.store(chosen + place, expert, mask=is_chosen)
+        tl.store(shares + place, share, mask=is_chosen)
 
 
 @triton.jit(do_not_specialize=["num_squares"])

@@ -32,11 +32,21 @@ class Experts:
         return out
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Which experts, and their shares, both [n, num_chosen]."""
-        scores = self._router(x).float()
+        """Which experts, and their shares, both [n, num_chosen], or more columns where some are shared."""
+        logits = self._router(x).float()
+        scores = logits[:, : self._spec.count]
         best = scores.topk(self._spec.num_chosen, dim=-1)
         if self._spec.is_normalized:
             shares = best.values.softmax(dim=-1)
         else:
             shares = scores.softmax(dim=-1).gather(1, best.indices)
-        return best.indices, shares.to(x.dtype)
+        chosen = best.indices
+        if self._spec.shared_size:
+            chosen, shares = self._with_shared(chosen, shares, logits[:, self._spec.count :])
+        return chosen, shares.to(x.dtype)
+
+    def _with_shared(self, chosen: Tensor, shares: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        """The same and the parts of the shared expert, each with the share that its gate gives it."""
+        first, last = self._spec.count, len(self._experts)
+        parts = torch.arange(first, last, device=chosen.device).expand(len(chosen), -1)
+        return torch.cat((chosen, parts), 1), torch.cat((shares, gate.sigmoid().expand_as(parts)), 1)

@@ -102,13 +102,24 @@ def hf_mlp(keys: Keys, *, key: str = "hidden_act", default: str = "silu", **more
     return MlpSpec(**more) if "size" in more else MlpSpec(keys.size("intermediate_size"), **more)
 
 
-def hf_experts(keys: Keys, *, size: int, is_normalized: bool = True, router_bias: bool = False, **more: Any) -> MlpSpec:
-    """Experts of this size. Two keys say how many there are, and different versions of transformers write either."""
+def hf_experts(
+    keys: Keys,
+    *,
+    size: int,
+    is_normalized: bool = True,
+    router_bias: bool = False,
+    shared_size: int = 0,
+    **more: Any,
+) -> MlpSpec:
+    """Experts of this size. shared_size: that of a shared one; 0: there is none.
+
+    Two keys say how many there are, and different versions of transformers write either.
+    """
     is_old = keys.get("num_local_experts") is None
     number, chosen = keys.size("num_experts" if is_old else "num_local_experts"), keys.size("num_experts_per_tok")
     if chosen > number:
         raise CorruptModel(f"{keys.where}: num_experts_per_tok is {chosen}, there are {number} experts")
-    experts = ExpertSpec(number, chosen, is_normalized, router_bias)
+    experts = ExpertSpec(number, chosen, is_normalized, router_bias, shared_size)
     return hf_mlp(keys, size=size, kind="experts", experts=experts, **more)
 
 

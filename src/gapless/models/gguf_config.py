@@ -30,6 +30,7 @@ KEYS = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     **{
         key: key for key in ("rope_theta", "partial_rotary_factor", "num_local_experts")
     },  # whatever a family calls them

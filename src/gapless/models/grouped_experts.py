@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gapless.kernels.expert_products import ExpertStack, ExpertStream, add_experts, add_of_one, fits_one
 from gapless.kernels.fused import rms_norm
@@ -24,6 +25,9 @@ class RouterProduct(Protocol):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Tensor: ...
+
+
+_ROUTER_ROWS = 32  # a fused product takes as many columns of the router at a time
 
 
 class GroupedExperts:
@@ -46,9 +50,9 @@ class GroupedExperts:
     ) -> None:
         self._norm = norm
         self._folds = fused and norm is not None and norm.kind == "rms"
-        self._router = self._folded(weights.router.dense())
+        self._router = self._folded(_filled_up(weights.router.dense(), spec))
         self._stack = self._stacked(spec, weights)
-        self._counts = torch.zeros(len(self._router), dtype=torch.int32, device=self._router.device)
+        self._counts = torch.zeros(self._stack.count, dtype=torch.int32, device=self._router.device)
         if self._folds:
             assert norm is not None
             self._norm = Norm(torch.ones_like(norm.weight), norm.eps)
@@ -90,6 +94,7 @@ class GroupedExperts:
             num_chosen=choice.num_chosen,
             is_normalized=choice.is_normalized,
             is_clamped=spec.activation == "clamped",
+            num_shared=spec.num_shared,
         )
 
     def __call__(self, hidden: Hidden) -> Hidden:
@@ -119,3 +124,8 @@ class GroupedExperts:
         if hidden.addend is not None:
             hidden.values.add_(hidden.addend)
         return hidden.values if self._norm is None else self._norm(hidden.values)
+
+
+def _filled_up(router: Tensor, spec: MlpSpec) -> Tensor:
+    """With a shared expert's gate, it has an odd number of rows: zeros more, which no kernel looks at."""
+    return functional.pad(router, (0, 0, 0, -len(router) % _ROUTER_ROWS)) if spec.num_shared else router

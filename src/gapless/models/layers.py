@@ -108,7 +108,10 @@ class ExpertWeight:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The experts of a layer, and the router that chooses among them."""
+    """The experts of a layer, and the router that chooses among them.
+
+    Where the layer has a shared expert, the last experts are its parts, and the router's last row is its gate.
+    """
 
     router: Weight  # [count, hidden_size]
     router_bias: Tensor | None

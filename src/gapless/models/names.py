@@ -37,6 +37,11 @@ class WeightNames:
     expert_gate: str = "mlp.experts.{}.gate_proj"  # with a place for the expert's number, or one weight for all
     expert_up: str = "mlp.experts.{}.up_proj"
     expert_down: str = "mlp.experts.{}.down_proj"
+    shared_router: str = "mlp.shared_expert_gate"
+    shared_gate: str = "mlp.shared_expert.gate_proj"
+    shared_up: str = "mlp.shared_expert.up_proj"
+    shared_down: str = "mlp.shared_expert.down_proj"
+    shared_router_is_flat: bool = False  # it is [hidden_size], not [1, hidden_size]
     experts_in_columns: bool = False  # weights of all experts are [count, in, out], gate and up alternate in columns
     transposed: bool = False  # matrices of layers are [in, out]
     head_by_head: bool = False  # in the one weight of q, k and v: those of the first head, then of the next
@@ -80,4 +85,9 @@ GGUF_NAMES = WeightNames(
     expert_gate="ffn_gate_exps",
     expert_up="ffn_up_exps",
     expert_down="ffn_down_exps",
+    shared_router="ffn_gate_inp_shexp",
+    shared_gate="ffn_gate_shexp",
+    shared_up="ffn_up_shexp",
+    shared_down="ffn_down_shexp",
+    shared_router_is_flat=True,
 )

@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gapless.models.config import ModelConfig
 from gapless.models.layers import ExpertWeight, ExpertWeights, GatedWeights, Norm
+from gapless.models.linear import plain
 from gapless.models.names import WeightNames
 from gapless.models.rope import head_order
 from gapless.models.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
@@ -79,7 +81,27 @@ class LayerReader:
         assert spec.experts is not None
         router, bias = self._linear(names.router, spec.experts.router_bias)
         found = self._experts_in_columns(spec) if names.experts_in_columns else self._experts_in_rows(spec)
+        if spec.num_shared:
+            router, found = self._with_shared(spec, router, found)
+            bias = None if bias is None else functional.pad(bias, (0, 1))
         return ExpertWeights(router, bias, tuple(found))
+
+    def _with_shared(
+        self, spec: MlpSpec, router: Weight, experts: list[ExpertWeight]
+    ) -> tuple[Weight, list[ExpertWeight]]:
+        """A row of the router more, the shared expert's gate, and that expert, cut into some of the others' size."""
+        names, more = self.names, []
+        gate, up, down = (
+            self._vector(f"{name}.weight") for name in (names.shared_gate, names.shared_up, names.shared_down)
+        )
+        rest = spec.num_shared * spec.size - len(up)
+        rows = (functional.pad(weight, (0, 0, 0, rest)).chunk(spec.num_shared) for weight in (gate, up))
+        columns = functional.pad(down, (0, rest)).chunk(spec.num_shared, 1)
+        for some_gate, some_up, some_down in zip(*rows, columns, strict=True):
+            inner = GatedWeights(plain(some_gate), plain(some_up), None, None, spec.activation)
+            more.append(ExpertWeight(inner, plain(some_down.contiguous()), None))
+        last = plain(self._vector(f"{names.shared_router}.weight").view(1, -1))
+        return stacked(alike((router, last))), [*experts, *more]
 
     def _experts_in_rows(self, spec: MlpSpec) -> list[ExpertWeight]:
         names = self.names

@@ -28,6 +28,7 @@ from gapless.models.families import (
     olmo3,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
     smollm3,
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 _FILES = (
     *(llama, mistral, qwen2, qwen3, granite, smollm3),
     *(olmo2, olmo3, phi3, starcoder2, gpt_neox, gpt2, cohere, cohere2, gemma2, gemma3, gemma3_multimodal),
-    *(mixtral, qwen3_moe, gpt_oss),
+    *(mixtral, qwen2_moe, qwen3_moe, gpt_oss),
 )
 FAMILIES: list[Family] = [file.FAMILY for file in _FILES]
 _GGUF_END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))

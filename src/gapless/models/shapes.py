@@ -82,6 +82,8 @@ def _mlp(spec: MlpSpec, names: WeightNames, hidden: int) -> Iterator[tuple[str, 
 
 def _experts(spec: MlpSpec, experts: ExpertSpec, names: WeightNames, hidden: int) -> Iterator[tuple[str, _Shape]]:
     yield from _linear(names.router, experts.count, hidden, experts.router_bias, names)
+    if experts.shared_size:
+        yield from _shared_expert(experts.shared_size, names, hidden)
     if names.experts_in_columns:
         for name, inputs, outputs in ((names.expert_up, hidden, 2 * spec.size), (names.expert_down, spec.size, hidden)):
             yield name, (experts.count, inputs, outputs)
@@ -94,6 +96,16 @@ def _experts(spec: MlpSpec, experts: ExpertSpec, names: WeightNames, hidden: int
         else:
             for number in range(experts.count):
                 yield from _linear(name.format(number), *shape, spec.bias, names)
+
+
+def _shared_expert(size: int, names: WeightNames, hidden: int) -> Iterator[tuple[str, _Shape]]:
+    yield f"{names.shared_router}.weight", (hidden,) if names.shared_router_is_flat else (1, hidden)
+    for name, shape in (
+        (names.shared_gate, (size, hidden)),
+        (names.shared_up, (size, hidden)),
+        (names.shared_down, (hidden, size)),
+    ):
+        yield f"{name}.weight", shape
 
 
 def _linear(

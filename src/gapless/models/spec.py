@@ -29,6 +29,7 @@ class Feature(StrEnum):
     HEAD_NORM = "norms of heads other than one RMS norm for each"
     LAYER_NORM = "layer norms"
     NORM_AFTER = "norms after attention and MLP"
+    NORM_AFTER_EXPERTS = "norms after experts"
     ACTIVATION = "activations other than SiLU"
     PLAIN_MLP = "MLPs without a gate"
     EXPERTS = "experts"
@@ -49,8 +50,8 @@ INVARIANT_LAYERS = frozenset(  # for GPUs, batch-invariant
     {Feature.MIXED_ROPES, Feature.MIXED_SIZES, Feature.EMBEDDING_SCALE, Feature.LOGIT_CAP, Feature.EXPERTS}
 )
 FUSED_LAYERS = INVARIANT_LAYERS | {Feature.NORM_AFTER, Feature.ACTIVATION, Feature.HEAD_NORM}  # for GPUs
-GENERAL_LAYERS = frozenset(Feature)  # for GPUs, by torch
-NATIVE = frozenset(Feature) - {Feature.MIXED_SIZES, Feature.GENERAL}  # the CPU's step in C++
+GENERAL_LAYERS = frozenset(Feature) - {Feature.NORM_AFTER_EXPERTS}  # for GPUs, by torch
+NATIVE = GENERAL_LAYERS - {Feature.MIXED_SIZES, Feature.GENERAL}  # the CPU's step in C++
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class ExpertSpec:
     num_chosen: int  # for each token
     is_normalized: bool = True  # shares of the chosen add up to 1
     router_bias: bool = False
+    shared_size: int = 0  # of an expert that every token has, with a gate of its own; 0: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,11 @@ class MlpSpec:
     activation: Activation = "silu"
     bias: bool = False
     experts: ExpertSpec | None = None  # for experts; the size is that of one
+
+    @property
+    def num_shared(self) -> int:
+        """How many experts of this size the shared one is cut into; the last may be filled up with zeros."""
+        return 0 if self.experts is None else -(-self.experts.shared_size // self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +159,8 @@ def layer_features(layers: Sequence[LayerSpec]) -> Iterator[Feature]:
             yield Feature.ACTIVATION
         if layer.mlp.kind != "gated":
             yield Feature.PLAIN_MLP if layer.mlp.kind == "plain" else Feature.EXPERTS
+        if layer.mlp.experts is not None and layer.norm.is_after:
+            yield Feature.NORM_AFTER_EXPERTS
         if layer.parallel:
             yield Feature.PARALLEL
     if len({layer.attention.rope for layer in layers}) > 1:

@@ -121,10 +121,10 @@ class GGUFWeights:
     def __init__(self, file: GGUFFile) -> None:
         file.check()
         self._file = file
-        self.shapes: Shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+        self.shapes: Shapes = {name: _without_ones(tensor.shape) for name, tensor in file.tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        return torch.from_numpy(self._file.load(name))
+        return torch.from_numpy(self._file.load(name)).view(self.shapes[name])
 
     def read_stretch(self, name: str, axis: int, begin: int, end: int) -> Tensor:
         """A part of a tensor; the rest of it is not read, except for blocks that lie across its borders."""
@@ -143,6 +143,11 @@ class GGUFWeights:
 
     def origin(self, name: str) -> str:
         return str(self._file.path)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A matrix of one row is a vector to llama.cpp, and its files have either."""
+    return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
 
 
 class DummyWeights:

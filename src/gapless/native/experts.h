@@ -22,16 +22,19 @@ struct ExpertWeights {
 // The choices of one step's rows. A phase of one unit calls `group`; until then rows may `choose` side by side.
 class Choices {
   public:
-    void resize(int max_rows, int num_experts, int num_chosen, bool of_all) {
-        num_experts_ = num_experts, num_chosen_ = num_chosen, of_all_ = of_all;
-        experts_.resize((long)max_rows * num_chosen), places_.resize(experts_.size()), shares_.resize(experts_.size());
-        starts_.resize(num_experts + 1), gate_units_.resize(num_experts + 1), down_units_.resize(num_experts + 1);
+    void resize(int max_rows, int num_experts, int num_chosen, int num_shared, bool of_all) {
+        num_experts_ = num_experts, num_chosen_ = num_chosen, num_shared_ = num_shared, of_all_ = of_all;
+        num_pairs_ = num_chosen + num_shared;
+        experts_.resize((long)max_rows * num_pairs_), places_.resize(experts_.size()), shares_.resize(experts_.size());
+        const int num_all = num_experts + num_shared;
+        starts_.resize(num_all + 1), gate_units_.resize(num_all + 1), down_units_.resize(num_all + 1);
     }
 
-    // The experts with the largest logits, the largest first, of equal ones the first; and their shares.
+    // The experts with the largest logits, the largest first, of equal ones the first; and their shares. Behind them the
+    // parts of the shared expert, if there is one: the logit after those of the experts is its gate's.
     void choose(int row, const float* logits) {
-        int32_t* experts = experts_.data() + (long)row * num_chosen_;
-        float* shares = shares_.data() + (long)row * num_chosen_;
+        int32_t* experts = experts_.data() + (long)row * num_pairs_;
+        float* shares = shares_.data() + (long)row * num_pairs_;
         for (int i = 0; i < num_chosen_; i++) {
             int best = -1;
             for (int e = 0; e < num_experts_; e++) {
@@ -48,6 +51,10 @@ class Choices {
             for (int e = 0; e < num_experts_; e++) total += std::exp(logits[e] - most);
         }
         for (int i = 0; i < num_chosen_; i++) shares[i] /= total;
+        for (int i = 0; i < num_shared_; i++) {
+            experts[num_chosen_ + i] = num_experts_ + i;
+            shares[num_chosen_ + i] = 1.0f / (1.0f + std::exp(-logits[num_experts_]));
+        }
     }
 
     // Puts the pairs of `num_rows` rows into the order of their experts, and counts the units of both products. together:
@@ -55,10 +62,10 @@ class Choices {
     template <class T>
     void group(int num_rows, const ExpertWeights<T>& weights, int together, int num_threads) {
         std::fill(starts_.begin(), starts_.end(), 0);
-        const long num_pairs = (long)num_rows * num_chosen_;
+        const long num_pairs = (long)num_rows * num_pairs_;
         for (long pair = 0; pair < num_pairs; pair++) starts_[experts_[pair] + 1]++;
         gate_units_[0] = down_units_[0] = 0;
-        for (int e = 0; e < num_experts_; e++) {
+        for (int e = 0; e < num_experts_ + num_shared_; e++) {
             const int count = starts_[e + 1];
             gate_units_[e + 1] = gate_units_[e] + Cut<T>(weights.gate_up[e], count, together, num_threads).num_units;
             down_units_[e + 1] = down_units_[e] + Cut<T>(weights.down[e], count, 1, num_threads).num_units;
@@ -70,7 +77,6 @@ class Choices {
         num_down_units.store(down_units_.back(), std::memory_order_relaxed);
     }
 
-    int num_chosen() const { return num_chosen_; }
     int place(long pair) const { return places_[pair]; }  // of a pair among those of all experts
     float share(long pair) const { return shares_[pair]; }
     int start(int expert) const { return starts_[expert]; }
@@ -89,9 +95,9 @@ class Choices {
         return {expert, unit - units[expert]};
     }
 
-    int num_experts_ = 0, num_chosen_ = 0;
+    int num_experts_ = 0, num_chosen_ = 0, num_shared_ = 0, num_pairs_ = 0;
     bool of_all_ = false;  // shares are of all experts, and those of the chosen do not add up to 1
-    std::vector<int32_t> experts_, places_;  // [rows][chosen]
+    std::vector<int32_t> experts_, places_;  // [rows][pairs]
     std::vector<float> shares_;
     std::vector<int32_t> starts_, gate_units_, down_units_;  // of each expert, and the end
 };

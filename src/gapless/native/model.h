@@ -23,13 +23,17 @@ struct Shape {
     int32_t parallel;     // the MLP reads what attention reads
     int32_t gated;
     int32_t activation;     // one of Activation
-    int32_t num_experts, num_chosen;  // of each layer; 0: there are none
+    int32_t num_experts, num_chosen;  // of each layer, the shared one aside; 0: there are none
+    int32_t num_shared;               // parts of an expert that every row has, after the others
     int32_t shares_of_all;            // shares of the chosen do not add up to 1
     int32_t num_positions;  // that have a row of a table of their own; 0: there is no such table
     float eps, last_eps, embedding_scale;
     float logit_cap;  // 0: none
 
     int q_size() const { return num_heads * head_dim; }
+    int all_experts() const { return num_experts + num_shared; }
+    int num_pairs() const { return num_chosen + num_shared; }               // of a row
+    int num_routed() const { return num_experts + (num_shared ? 1 : 0); }  // logits of the router
     int kv_size() const { return num_kv_heads * head_dim; }
     int qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
 };
@@ -46,7 +50,7 @@ struct LayerShape {
 enum HeadNorm { NO_HEAD_NORM, EACH, ALL, LAYER };  // as in models/spec.py
 enum Activation { SILU, GELU, GELU_TANH, CLAMPED };
 
-// Which weight. The host has the same list. A weight of an expert has layer * num_experts + expert for its layer.
+// Which weight. The host has the same list. A weight of an expert has layer * all_experts() + expert for its layer.
 enum Part {
     EMBEDDING, POSITIONS, HEAD, LAST_NORM, LAST_NORM_BIAS, FIRST_NORM, FIRST_NORM_BIAS, SECOND_NORM, SECOND_NORM_BIAS,
     FIRST_AFTER, SECOND_AFTER, QKV, OUT, GATE, UP, DOWN, Q_NORM, K_NORM, SINKS,
@@ -216,16 +220,16 @@ class Model {
 
     void make(ExpertWeights<T>& experts) {
         const int hidden = shape.hidden_size, inner = shape.inner_size;
-        make(experts.router, shape.num_experts, hidden);
-        experts.gate_up.resize(shape.num_experts), experts.down.resize(shape.num_experts);
-        for (int e = 0; e < shape.num_experts; e++) {
+        make(experts.router, shape.num_routed(), hidden);
+        experts.gate_up.resize(shape.all_experts()), experts.down.resize(shape.all_experts());
+        for (int e = 0; e < shape.all_experts(); e++) {
             make(experts.gate_up[e], inner, hidden, 2 * panels(inner));
             make(experts.down[e], hidden, inner);
         }
     }
 
     Linear<T>& product(int part, int layer) {
-        const int count = shape.num_experts;
+        const int count = shape.all_experts();
         switch (part) {
             case ROUTER: return layers[layer].experts.router;
             case EXPERT_GATE:

@@ -176,12 +176,12 @@ class Engine : public AnyEngine {
         heads_ = memory_.take<float>((long)room * s.qkv_size());
         normed_ = memory_.take<Input>((long)room * normed_stride_);
         mixed_ = memory_.take<Input>((long)room * mixed_stride_);
-        inner_ = memory_.take<Input>((long)room * std::max(1, s.num_chosen) * inner_stride_);
+        inner_ = memory_.take<Input>((long)room * std::max(1, s.num_pairs()) * inner_stride_);
         if (s.num_experts) {
-            router_logits_ = memory_.take<float>((long)room * s.num_experts);
-            grouped_ = memory_.take<Input>((long)room * s.num_chosen * normed_stride_);
-            results_ = memory_.take<float>((long)room * s.num_chosen * s.hidden_size);
-            choices_.resize(room, s.num_experts, s.num_chosen, s.shares_of_all);
+            router_logits_ = memory_.take<float>((long)room * s.num_routed());
+            grouped_ = memory_.take<Input>((long)room * s.num_pairs() * normed_stride_);
+            results_ = memory_.take<float>((long)room * s.num_pairs() * s.hidden_size);
+            choices_.resize(room, s.num_experts, s.num_chosen, s.num_shared, s.shares_of_all);
         }
         if (s.norm_after) product_ = memory_.take<float>((long)room * s.hidden_size);
         picked_hidden_ = memory_.take<float>((long)room * s.hidden_size);
@@ -463,12 +463,13 @@ class Engine : public AnyEngine {
     void add_experts(const ExpertWeights<T>& experts, float* hidden, int num_rows, int thread) {
         if (num_rows == 0) return;
         const Shape& s = model_.shape;
-        const int size = s.hidden_size, num_chosen = s.num_chosen, num_threads = team_.size();
-        project(experts.router, normed_, normed_stride_, router_logits_, s.num_experts, num_rows, thread);
-        each_row(thread, num_rows, [&](int i) { choices_.choose(i, router_logits_ + (long)i * s.num_experts); });
+        const int size = s.hidden_size, num_pairs = s.num_pairs(), num_threads = team_.size();
+        const int num_logits = s.num_routed();
+        project(experts.router, normed_, normed_stride_, router_logits_, num_logits, num_rows, thread);
+        each_row(thread, num_rows, [&](int i) { choices_.choose(i, router_logits_ + (long)i * num_logits); });
         team_.phase(thread, 1, [&](int) { choices_.group(num_rows, experts, 2 * TOGETHER, num_threads); });
-        each_row(thread, num_rows * num_chosen, [&](int pair) {
-            const Input* row = normed_ + pair / num_chosen * normed_stride_;
+        each_row(thread, num_rows * num_pairs, [&](int pair) {
+            const Input* row = normed_ + pair / num_pairs * normed_stride_;
             memcpy((void*)(grouped_ + choices_.place(pair) * normed_stride_), row, normed_stride_ * sizeof(Input));
         });
         team_.phase(thread, choices_.num_gate_units.load(std::memory_order_relaxed), [&](int unit) {
@@ -489,8 +490,8 @@ class Engine : public AnyEngine {
         });
         each_row(thread, num_rows, [&](int i) {
             float* to = hidden + (long)i * size;
-            for (int j = 0; j < num_chosen; j++) {
-                const long pair = (long)i * num_chosen + j;
+            for (int j = 0; j < num_pairs; j++) {
+                const long pair = (long)i * num_pairs + j;
                 const float* from = results_ + choices_.place(pair) * (long)size;
                 const float share = choices_.share(pair);
                 for (int k = 0; k < size; k++) to[k] += share * from[k];
@@ -564,7 +565,7 @@ class Engine : public AnyEngine {
     float* picked_hidden_;             // [picked][hidden_size]
     Input* picked_mixed_;
     Choices choices_;                 // of experts, as the following ones
-    float* router_logits_ = nullptr;  // [tokens][num_experts]
+    float* router_logits_ = nullptr;  // [tokens][logits]
     Input* grouped_ = nullptr;        // [pairs][stride]: normed rows, one expert after the other
     float* results_ = nullptr;        // [pairs][hidden_size]
     Best* best_;  // [threads][samples]

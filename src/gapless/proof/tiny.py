@@ -57,6 +57,8 @@ _CHANGES: dict[str, dict[str, Any]] = {  # what is not as in `raw_config`, so th
     "cohere2": _WINDOW | {"logit_scale": 0.5},
     "gemma2": _WINDOW | {"head_dim": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0},
     "mixtral": _WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    | {"shared_expert_intermediate_size": 24},
     "qwen3_moe": {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt_oss": _WINDOW | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma3": {"text_config": _TEXT | _WINDOW | {"head_dim": 8, "sliding_window_pattern": 2}},

@@ -301,6 +301,7 @@ def _shape(config: ModelConfig, dtype: torch.dtype) -> native.CShape:
         activation=get_args(Activation).index(layer.mlp.activation),
         num_experts=0 if experts is None else experts.count,
         num_chosen=0 if experts is None else experts.num_chosen,
+        num_shared=layer.mlp.num_shared,
         shares_of_all=experts is not None and not experts.is_normalized,
         num_positions=config.max_position_embeddings if config.learned_positions else 0,
         eps=norm.eps,

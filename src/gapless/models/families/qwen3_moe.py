@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from gapless.models.config import ModelConfig
 from gapless.models.families import qwen3
+from gapless.models.families.qwen2_moe import with_experts
 from gapless.models.family import Family, GGUFForm, hf_experts
 from gapless.models.keys import Keys
 
@@ -11,16 +12,9 @@ ARCHITECTURE = "Qwen3MoeForCausalLM"
 
 
 def from_hf(keys: Keys) -> ModelConfig:
-    size, step = keys.size("moe_intermediate_size"), keys.size("decoder_sparse_step", 1)
-    left_out = keys.get("mlp_only_layers", [])
     normalized = keys.flag("norm_topk_prob", default=keys.is_gguf)
-    experts = hf_experts(keys, size=size, is_normalized=normalized)
-    config = qwen3.from_hf(keys)
-    layers = [
-        layer if index in left_out or (index + 1) % step else replace(layer, mlp=experts)
-        for index, layer in enumerate(config.layers)
-    ]
-    return replace(config, architecture=ARCHITECTURE, layers=tuple(layers))
+    experts = hf_experts(keys, size=keys.size("moe_intermediate_size"), is_normalized=normalized)
+    return with_experts(keys, replace(qwen3.from_hf(keys), architecture=ARCHITECTURE), experts)
 
 
 FAMILY = Family(
