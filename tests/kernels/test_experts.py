@@ -11,9 +11,18 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from gapless.kernels.expert_products import ExpertStack, ExpertStream, add_experts, add_of_one, fits_one, tilings_for
+from gapless.kernels.expert_products import (
+    ExpertStack,
+    ExpertStream,
+    add_experts,
+    add_of_one,
+    fits_one,
+    pack_narrow,
+    tilings_for,
+)
 from gapless.kernels.products import SQUARES_TILES
 from gapless.kernels.tilings import MAX_ROWS
+from gapless.models.mxfp4 import dequantize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # the interpreter has no bfloat16 products
@@ -151,11 +160,38 @@ def test_one_row_in_kernels_of_its_own(count: int, num_chosen: int, normalized: 
         assert not counts.any()
 
 
+@pytest.mark.parametrize(("num_rows", "hidden"), [(1, 96), (7, 160), (60, 96)])
+def test_numbers_of_four_bits(num_rows: int, hidden: int) -> None:
+    """Sizes that do not fill the tiles for which numbers are packed."""
+    whole, narrow = narrow_stacks(5, hidden, 64, 2)
+    x, logits = draw(num_rows, hidden), draw(num_rows, 5, seed=9).float()
+    stream = ExpertStream(torch.zeros_like(x), torch.zeros(SQUARES_TILES * MAX_ROWS, device=DEVICE), 0, EPS)
+    add_experts(x, logits, narrow, stream, torch.zeros(5, dtype=torch.int32, device=DEVICE))
+    assert_near(stream.values.float(), expected_of(x.float(), logits, whole))
+
+
+def narrow_stacks(count: int, hidden: int, inner: int, num_chosen: int) -> tuple[ExpertStack, ExpertStack]:
+    """The same experts, whole and in 4 bits."""
+    stack = stack_of(count, hidden, inner, num_chosen, bias=True)
+    both, down = random_blocks(count, 2 * inner, hidden), random_blocks(count, hidden, inner)
+    codes, powers = (torch.stack(part).to(DEVICE) for part in zip(*map(pack_narrow, *both), strict=True))
+    down_codes, down_powers = (torch.stack(part).to(DEVICE) for part in zip(*map(pack_narrow, *down), strict=True))
+    narrow = replace(stack, both=codes, both_scales=powers, down=down_codes, down_scales=down_powers)
+    return replace(stack, both=dequantize(*both).to(DEVICE), down=dequantize(*down).to(DEVICE)), narrow
+
+
+def random_blocks(count: int, rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    dice = torch.Generator().manual_seed(size)
+    blocks = torch.randint(0, 256, (count, rows, size // 32, 16), generator=dice, dtype=torch.uint8)
+    return blocks, torch.randint(120, 124, (count, rows, size // 32), generator=dice, dtype=torch.uint8)
+
+
 def test_what_the_kernels_for_one_row_do_not_take() -> None:
     stack = stack_of(5, 256, 256, 2)
     assert fits_one(stack)
     assert not fits_one(stack_of(5, 48, 24, 2))
     assert not fits_one(replace(stack, down_bias=draw(5, 256)))
+    assert not fits_one(replace(stack, both_scales=draw(5, 512, 2)))
     assert not fits_one(replace(stack, num_chosen=65))  # too much code
 
 

@@ -2,39 +2,23 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_parity_of_families import CLOSE, MAX_LENGTH, paged_logits
-from tiny_models import load, random_tokens, save_hf
+from tiny_models import load, random_tokens
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from family_cases import GPT_OSS
 from gapless.errors import CorruptModel
+from gapless.models.loader import load_config, open_weights
 from gapless.models.mxfp4 import dequantize
+from gapless.models.source import resolve
+from mxfp4_files import quantized, random_blocks
 
-SIZES = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
 UP = "model.layers.0.mlp.experts.gate_up_proj"
-
-
-def random_blocks(*shape: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
-    return blocks, torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
-
-
-def quantized(path: Path) -> None:
-    """Replace the experts of a saved model by random blocks, and the model's config by one that says so."""
-    save_hf(path, **GPT_OSS | SIZES)
-    tensors = load_file(path / "model.safetensors")
-    for seed, name in enumerate([name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]):
-        count, inputs, outputs = tensors.pop(name).shape
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = random_blocks(count, outputs, inputs // 32, seed=seed)
-    save_file(tensors, path / "model.safetensors")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
 
 
 def test_numbers_equal_those_of_transformers() -> None:
@@ -58,6 +42,35 @@ def test_a_checkpoint(tmp_path: Path) -> None:
         expected = reference.eval()(random_tokens()[None]).logits[0]
     found = paged_logits(load(tmp_path / "a", max_positions=MAX_LENGTH), random_tokens())
     torch.testing.assert_close(found, expected, atol=CLOSE, rtol=CLOSE)
+
+
+def test_weights_as_they_are_stored(tmp_path: Path) -> None:
+    """A weight keeps its bytes, and stands for the same numbers as when it is made whole."""
+    quantized(tmp_path)
+    source = resolve(tmp_path)
+    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "keeps_mxfp4": True}
+    kept, whole = (
+        open_weights(source, load_config(source), quantization=kind, **options)(UP) for kind in ("auto", "none")
+    )
+    assert (kept.scheme.name, whole.scheme.name) == ("mxfp4", "plain")
+    assert kept.scales is not None
+    assert kept.data.nbytes + kept.scales.nbytes == whole.data.numel() * 17 // 32
+    rows = torch.tensor([5, 0, 2])
+    for part, expected in zip(kept.scheme.parts(kept), whole.data, strict=True):
+        by_output = part.scheme.transposed(part)
+        assert torch.equal(by_output.dense(), expected.T)
+        assert torch.equal(part.scheme.rows(by_output, rows).dense(), expected.T[rows])
+        assert torch.equal(part.scheme.stacked([by_output, by_output]).dense(), torch.cat((expected.T, expected.T)))
+
+
+@pytest.mark.parametrize("keeps_mxfp4", [False, True])
+def test_a_scale_that_is_no_number(tmp_path: Path, keeps_mxfp4: bool) -> None:
+    quantized(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{UP}_scales"][1, 2, 0] = 255
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CorruptModel, match=f"tensor {UP} has values that are NaN or infinite"):
+        load(tmp_path, keeps_mxfp4=keeps_mxfp4)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,15 @@ More rows are grouped by expert on the device, so a captured step routes anew at
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional
 
-from gapless.kernels import experts
+from gapless.kernels import experts, narrow_experts
 from gapless.kernels import one_row_experts as one_row
 from gapless.kernels.launch import pdl, shared_memory_bytes
 from gapless.kernels.products import SPARE_BYTES, SQUARES_TILES
@@ -61,6 +62,10 @@ SOME = ExpertTilings(ExpertTiling(64, 64, 64), ExpertTiling(64, 128, 64))
 MANY = ExpertTilings(ExpertTiling(128, 128, 64, 8, 4), ExpertTiling(128, 128, 64, 8, 4))
 INVARIANT = ExpertTilings(ExpertTiling(64, 64, 64), ExpertTiling(64, 64, 64))  # for any number of rows
 EXACT = ExpertTilings(ExpertTiling(16, 32, 32, num_stages=2), ExpertTiling(16, 32, 32, num_stages=2))  # float32
+# of numbers of 4 bits, which are packed for tiles of this inner size
+NARROW_INNER = 128
+NARROW_FEW = ExpertTilings(ExpertTiling(16, 32, NARROW_INNER, 4, 6), ExpertTiling(16, 32, NARROW_INNER, 4, 6))
+NARROW_MANY = ExpertTilings(ExpertTiling(64, 64, NARROW_INNER, 4, 3), ExpertTiling(64, 64, NARROW_INNER, 4, 3))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,10 +73,14 @@ class ExpertStack:
     """The weights of all experts of one layer, and how the router chooses among them.
 
     The last `num_shared` are parts of one that every row has: behind the router's logits is one more, its gate's.
+    With scales, numbers are of 4 bits, as kernels/narrow_experts says, and `both` and `down` are bytes.
     """
 
     both: Tensor  # [count, 2 * inner, hidden]: gate, then up
     down: Tensor  # [count, hidden, inner]
+    both_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+    _: KW_ONLY
     both_bias: Tensor | None  # [count, 2 * inner]
     down_bias: Tensor | None  # [count, hidden]
     router_bias: Tensor | None  # [count]
@@ -113,9 +122,12 @@ def tilings_for(num_rows: int, stack: ExpertStack, *, invariant: bool) -> Expert
     """By the mean number of rows of an expert."""
     if stack.both.dtype == torch.float32:
         return EXACT
+    is_narrow = stack.both_scales is not None
     if invariant:
-        return INVARIANT
+        return NARROW_MANY if is_narrow else INVARIANT
     mean = num_rows * stack.num_pairs / stack.count
+    if is_narrow:
+        return NARROW_FEW if mean <= 16 else NARROW_MANY
     return FEW if mean <= 16 else SOME if mean <= 96 else MANY
 
 
@@ -161,23 +173,46 @@ def _grouped(
 ) -> Tensor:
     """One product of all pairs: into gate and up, activated, or down from there."""
     weight, bias = (stack.both, stack.both_bias) if gated else (stack.down, stack.down_bias)
+    scales = stack.both_scales if gated else stack.down_scales
     columns = weight.shape[1] // 2 if gated else weight.shape[1]
     num_pairs = num_rows * stack.num_pairs
     out = torch.empty(num_pairs, columns, dtype=dtype, device=x.device)
     num_tiles = min(num_pairs, triton.cdiv(num_pairs, tiling.block_m) + stack.count)
-    inner = weight.shape[2]
     stage_bytes = x.element_size() * tiling.block_k * (tiling.block_m + tiling.block_n * (2 if gated else 1))
     limit = shared_memory_bytes()
     fitting = tiling.num_stages if limit is None else max(1, (limit - SPARE_BYTES) // stage_bytes)
     bias, has_bias = _or(bias, out)
-    experts.grouped[(num_tiles, triton.cdiv(columns, tiling.block_n))](
+    grid = num_tiles, triton.cdiv(columns, tiling.block_n)
+    sizes = {
+        "N": columns, "K": x.shape[1], "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k,
+        "GATED": gated, "CLAMPED": stack.is_clamped, "HAS_BIAS": has_bias,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "num_warps": tiling.num_warps, "num_stages": min(tiling.num_stages, fitting),
+    }  # fmt: skip
+    if scales is not None:
+        assert stream.num_squares == 0
+        narrow_experts.grouped_narrow[grid](
+            x, weight, scales, bias, out, *lists, factors, num_rows, PACKED=2 * weight.shape[2],
+            **sizes, **stack.lists(), **pdl(),
+        )  # fmt: skip
+        return out
+    experts.grouped[grid](
         x, weight, bias, out, *lists, factors, num_rows,
-        N=columns, K=inner, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
-        GATED=gated, CLAMPED=stack.is_clamped, NORM=gated and stream.num_squares > 0, HAS_BIAS=has_bias,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **stack.lists(),
-        num_warps=tiling.num_warps, num_stages=min(tiling.num_stages, fitting), **pdl(),
+        NORM=gated and stream.num_squares > 0, **sizes, **stack.lists(), **pdl(),
     )  # fmt: skip
     return out
+
+
+def pack_narrow(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """MXFP4 as checkpoints have it, as kernels read it: with the halves of bytes 32 numbers apart, and filled up.
+
+    blocks [rows, groups, 16]: bytes of two numbers that lie side by side, the first in the low half; scales [rows,
+    groups]. Returns [rows, packed / 2] and int32 [rows, packed / 128], where packed is a multiple of `NARROW_INNER`.
+    """
+    more = -scales.shape[1] % (NARROW_INNER // 32)
+    blocks, scales = functional.pad(blocks, (0, 0, 0, more)), functional.pad(scales, (0, more))
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).view(len(blocks), -1, 2, 32)
+    return (codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1), scales.contiguous().view(torch.int32)
 
 
 def _combine(parts: Tensor, stack: ExpertStack, stream: ExpertStream, counts: Tensor) -> int:
@@ -194,7 +229,7 @@ def _combine(parts: Tensor, stack: ExpertStack, stream: ExpertStream, counts: Te
 def fits_one(stack: ExpertStack) -> bool:
     """Whether the kernels for one row can take these experts."""
     _, size, inner = stack.down.shape
-    if stack.down_bias is not None or stack.both_bias is not None:
+    if stack.down_bias is not None or stack.both_bias is not None or stack.both_scales is not None:
         return False
     divides = size % max(ONE.columns, ONE.inner) == 0 and inner % max(ONE.gate_columns, ONE.inner) == 0
     short = stack.num_pairs * inner // ONE.inner <= ONE.most_tiles and size // ONE.inner <= ONE.most_tiles // 2

@@ -98,7 +98,7 @@ def activate(gate, up, CLAMPED: tl.constexpr):
 
 
 @triton.jit
-def _tile_of(counts, tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+def tile_of(counts, tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
     """The expert of a tile of pairs, E where there is no such tile, the first pair's place, and the list's length."""
     expert = tl.arange(0, BLOCK_E)
     count = tl.load(counts + expert, mask=expert < E, other=0)
@@ -124,7 +124,7 @@ def grouped(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # after the wait
-    expert, first, count = _tile_of(counts, tile, E, BLOCK_E, BLOCK_M)
+    expert, first, count = tile_of(counts, tile, E, BLOCK_E, BLOCK_M)
     if expert < E:
         position = first + tl.arange(0, BLOCK_M)
         is_pair = position < count

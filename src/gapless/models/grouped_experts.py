@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gapless.kernels.expert_products import ExpertStack, ExpertStream, add_experts, add_of_one, fits_one
+from gapless.kernels.expert_products import ExpertStream, add_experts, add_of_one, fits_one
 from gapless.kernels.fused import rms_norm
 from gapless.kernels.products import Workspace, product, tiling_for
+from gapless.models.expert_stacks import is_narrow, stack_experts
 from gapless.models.layers import ExpertWeights, Hidden, Norm
 from gapless.models.spec import MlpSpec
 
@@ -34,7 +35,7 @@ class GroupedExperts:
     """The stream plus what its experts make of it, normalized before.
 
     fused: the norm's weight is folded into router and experts, and its factors come from the sums of squares that the
-    product before left behind; the sums for the next norm are left likewise.
+    product before left behind; the sums for the next norm are left likewise. Into numbers of 4 bits nothing is folded.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ class GroupedExperts:
         invariant: bool = False,
     ) -> None:
         self._norm = norm
-        self._folds = fused and norm is not None and norm.kind == "rms"
+        self._folds = fused and norm is not None and norm.kind == "rms" and not is_narrow(weights)
         self._router = self._folded(_filled_up(weights.router.dense(), spec))
-        self._stack = self._stacked(spec, weights)
+        self._stack = stack_experts(spec, weights, self._folded)
         self._counts = torch.zeros(self._stack.count, dtype=torch.int32, device=self._router.device)
         if self._folds:
             assert norm is not None
@@ -64,38 +65,6 @@ class GroupedExperts:
             return weight
         assert self._norm is not None
         return (weight.float() * self._norm.weight.float()).to(weight.dtype)
-
-    def _stacked(self, spec: MlpSpec, weights: ExpertWeights) -> ExpertStack:
-        """One expert at a time: all of a layer, twice, would be gigabytes."""
-        assert spec.experts is not None
-        first = weights.experts[0]
-        count, (size, hidden) = len(weights.experts), first.gate.up.dense().shape
-        make = self._router.new_empty
-        both, down = make(count, 2 * size, hidden), make(count, hidden, size)
-        both_bias, down_bias = (make(count, 2 * size), make(count, hidden)) if spec.bias else (None, None)
-        for number, expert in enumerate(weights.experts):
-            gate = expert.gate
-            assert gate.gate is not None
-            both[number, :size], both[number, size:] = self._folded(gate.gate.dense()), self._folded(gate.up.dense())
-            down[number] = expert.down.dense()
-            if both_bias is not None and down_bias is not None:
-                assert gate.gate_bias is not None
-                assert gate.up_bias is not None
-                assert expert.down_bias is not None
-                both_bias[number, :size], both_bias[number, size:] = gate.gate_bias, gate.up_bias
-                down_bias[number] = expert.down_bias
-        choice = spec.experts
-        return ExpertStack(
-            both,
-            down,
-            both_bias,
-            down_bias,
-            weights.router_bias,
-            num_chosen=choice.num_chosen,
-            is_normalized=choice.is_normalized,
-            is_clamped=spec.activation == "clamped",
-            num_shared=spec.num_shared,
-        )
 
     def __call__(self, hidden: Hidden) -> Hidden:
         x, num_squares = hidden.values, hidden.num_squares if self._folds else 0

@@ -25,7 +25,7 @@ from gapless.models.gguf_file import GGUFFile
 from gapless.models.gguf_scheme import KINDS
 from gapless.models.layers import PLAIN, Layers
 from gapless.models.linear import plain
-from gapless.models.mxfp4 import BLOCKS, Mxfp4Weights
+from gapless.models.mxfp4 import BLOCKS, Mxfp4Scheme, Mxfp4Weights, are_powers
 from gapless.models.part_weights import PartWeights, divisible
 from gapless.models.reader import ReadWeight
 from gapless.models.registry import gguf_config, hf_config
@@ -91,12 +91,14 @@ def load_model(
     max_positions: int | None = None,
     quantization: Quantization = "auto",
     fp8_linear: MakeLinear | None = None,
+    keeps_mxfp4: bool = False,
     layers: Layers = PLAIN,
     progress: LoadProgress | None = None,
 ) -> CausalLM:
     """Reads weights one at a time onto the device; `seed` counts for dummy weights, which need no weight files.
 
     fp8_linear: products with FP8 weights on this device; None: they are made whole.
+    keeps_mxfp4: the layers multiply by MXFP4 weights as they are.
     """
     read = open_weights(
         source,
@@ -107,6 +109,7 @@ def load_model(
         seed=seed,
         quantization=quantization,
         fp8_linear=fp8_linear,
+        keeps_mxfp4=keeps_mxfp4,
         progress=progress,
     )
     with torch.inference_mode():
@@ -123,6 +126,7 @@ def open_weights(
     seed: int = 0,
     quantization: Quantization = "auto",
     fp8_linear: MakeLinear | None = None,
+    keeps_mxfp4: bool = False,
     progress: LoadProgress | None = None,
     stored: bool = False,
 ) -> ReadWeight:
@@ -141,7 +145,7 @@ def open_weights(
     chosen = layer_matrices(config) if is_chosen else frozenset()
     checks = load_format != "dummy"
     reader = _Reader(weights, len(expected), dtype, device, progress, checks=checks, stored=kept)
-    reader.narrow(scheme, chosen)
+    reader.narrow(scheme, chosen, Mxfp4Scheme(dtype) if keeps_mxfp4 and quantization != "none" else None)
     return reader
 
 
@@ -207,12 +211,13 @@ class _Reader:
         self._num_total = num_total
         self._checks, self._stored = checks, stored
         self._scheme: Fp8Scheme | None = None
+        self._mxfp4: Mxfp4Scheme | None = None
         self._chosen: Collection[str] = ()
         self._sums: dict[str, Tensor] = {}  # [] on the device; finite only if every value is
 
-    def narrow(self, scheme: Fp8Scheme | None, chosen: Collection[str]) -> None:
-        """scheme: of FP8 weights; None: they are made whole. chosen: names of weights to be quantized to FP8."""
-        self._scheme, self._chosen = scheme, chosen
+    def narrow(self, scheme: Fp8Scheme | None, chosen: Collection[str], mxfp4: Mxfp4Scheme | None) -> None:
+        """Schemes of FP8 and of MXFP4 weights; None: they are made whole. chosen: weights to be quantized to FP8."""
+        self._scheme, self._chosen, self._mxfp4 = scheme, chosen, mxfp4
 
     def __call__(self, name: str) -> Weight:
         weight = self._read(name)
@@ -241,6 +246,9 @@ class _Reader:
             weight = Weight(data, scheme, scales)
             total = scales.sum() + torch.where(are_numbers(data, scales), 0.0, torch.inf)
             return (plain(weight.dense()) if self._scheme is None else weight), total
+        if self._mxfp4 is not None and isinstance(weights, Mxfp4Weights) and weights.is_narrow(name):
+            blocks, powers = (part.to(self._device) for part in weights.read_stored(name))
+            return Weight(blocks, self._mxfp4, powers), torch.where(are_powers(powers), 0.0, torch.inf)
         tensor = weights.read(name).to(device=self._device, dtype=self._dtype)
         if self._scheme is not None and name in self._chosen:
             return Weight(tensor, self._scheme), tensor.sum()

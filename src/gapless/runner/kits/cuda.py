@@ -97,7 +97,7 @@ class CudaKit:
             fp8_linear = NarrowLinear.maker(Workspace(weights["device"]))
         layers = on_ranks(layers, group, settings.model.vocab_size)
         with hashed_meanwhile():
-            return load_model(source, settings.model, layers=layers, fp8_linear=fp8_linear, **weights)
+            return load_model(source, settings.model, layers=layers, fp8_linear=fp8_linear, keeps_mxfp4=True, **weights)
 
     def assemble(
         self,
