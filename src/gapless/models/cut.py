@@ -53,6 +53,8 @@ def _why_not_layer(layer: LayerSpec, num_ranks: int) -> str | None:
         return "one norm over all heads needs them on one rank"
     if layer.mlp.size % num_ranks:
         return f"an MLP of size {layer.mlp.size} cannot be divided among {num_ranks} ranks"
+    if layer.mlp.experts is not None and layer.mlp.experts.shared_size % num_ranks:
+        return f"a shared expert of size {layer.mlp.experts.shared_size} cannot be divided among {num_ranks} ranks"
     return None
 
 
@@ -69,7 +71,10 @@ def _cut_layer(layer: LayerSpec, num_ranks: int) -> LayerSpec:
     attention = replace(
         spec, num_heads=spec.num_heads // num_ranks, num_kv_heads=max(1, spec.num_kv_heads // num_ranks)
     )
-    return replace(layer, attention=attention, mlp=replace(layer.mlp, size=layer.mlp.size // num_ranks))
+    mlp, experts = replace(layer.mlp, size=layer.mlp.size // num_ranks), layer.mlp.experts
+    if experts is not None:
+        mlp = replace(mlp, experts=replace(experts, shared_size=experts.shared_size // num_ranks))
+    return replace(layer, attention=attention, mlp=mlp)
 
 
 def weight_cuts(shard: Shard) -> dict[str, Cut]:
@@ -119,6 +124,11 @@ def _mlp(spec: MlpSpec, names: WeightNames, shard: Shard) -> Iterator[tuple[str,
     size = _stretch(spec.size, shard)
     if spec.experts is not None:
         yield from _experts(spec.experts.count, size, names)
+        if spec.experts.shared_size:
+            shared = _stretch(spec.experts.shared_size, shard)
+            for name in (names.shared_gate, names.shared_up):
+                yield f"{name}.weight", Cut.of(0, shared)
+            yield f"{names.shared_down}.weight", Cut.of(1, shared)
         return
     if spec.kind == "gated" and names.has_one_gate_up:
         yield from _outputs(names.up, (size, _moved(size, spec.size)), names)
