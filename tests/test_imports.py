@@ -94,7 +94,7 @@ LAW: dict[str, tuple[str, ...]] = {
         *LEAVES,
     ),
     "ray": ("distributed",),  # the public door
-    "sim": ("core", "errors", "bench.chart", "distributed.router"),
+    "sim": ("core", "errors", "garbage", "bench.chart", "distributed.router"),
     "__main__": ("cli",),
     "commands": (
         *("pipeline.engine", "models.source", "text", "trace", "server", "sim"),

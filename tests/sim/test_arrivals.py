@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gapless.errors import InvalidRequest
-from gapless.sim.arrivals import Arrival, prompt_of, read_arrivals, scaled, shrunk
+from gapless.sim.arrivals import Arrival, copied, prompt_of, read_arrivals, scaled, shrunk
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:50.5000000,396,109\n2023-11-16 18:15:46.0000000,374,0\n"
@@ -73,3 +73,12 @@ def test_scaling() -> None:
     given = [Arrival(8.0, 100, 100, (1,))]
     assert scaled(given, 4) == [Arrival(2.0, 100, 100, (1,))]
     assert shrunk(given, 16, 4) == [Arrival(8.0, 6, 4, (1,), 32)]
+
+
+def test_copies_come_at_the_same_time_and_share_nothing() -> None:
+    once = [Arrival(0.0, 40, 3, (1, 2), 16), Arrival(60.0, 40, 3, (1, 2), 16)]
+    twice = copied(once, 2)
+    assert [arrival.at_s for arrival in twice] == [0.0, 15.0, 60.0, 75.0]
+    prompts = [prompt_of(arrival, number)[:32].tolist() for number, arrival in enumerate(twice)]
+    assert prompts[0] == prompts[2] != prompts[1] == prompts[3]
+    assert copied(once, 1) == once

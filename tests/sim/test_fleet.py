@@ -89,3 +89,11 @@ def test_nothing_leaks() -> None:
     assert len(run.served) == 200
     assert run.num_preemptions > 0
     assert all(each.arrival.at_s < each.first_s <= each.end_s for each in run.served)
+
+
+def test_a_router_that_is_too_slow_is_the_bottleneck() -> None:
+    run = simulate([Arrival(0.0, 100, 11)], OPTIONS)
+    assert 0 < figures(run).route_us < 1e5
+    slow = figures(dataclasses.replace(run, router_s=0.7 * run.end_s))
+    assert slow.router_share == pytest.approx(0.7)
+    assert slow.bottleneck.startswith("the router")

@@ -61,3 +61,15 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""
+
+
+def processor_wait_s() -> float | None:
+    """How long the threads of this process have waited for a processor, in sum. None where nobody counts it.
+
+    Only threads that live are counted, so a difference of two readings may miss those that ended between them.
+    """
+    try:
+        files = [path.read_text().split() for path in Path("/proc/self/task").glob("*/schedstat")]
+        return sum(int(fields[1]) for fields in files) / 1e9 if files else None
+    except (OSError, IndexError, ValueError):
+        return None

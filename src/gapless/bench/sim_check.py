@@ -1,7 +1,10 @@
 """`gapless bench sim`: plays a trace on a real engine and in the simulator, and prints both side by side.
 
-Costs are fitted to steps that ran before and after the trace, never to the trace's own steps, so the comparison is a
-prediction. Half of the calibration comes after it because the speed of a shared machine drifts.
+    calibrate | load 1 | load 2 | calibrate | load 1 | load 2 | calibrate          two rounds
+
+Costs are fitted to steps that ran between the plays of the trace, never to the trace's own, so the comparison is a
+prediction. Both are spread over the same minutes because the speed of a machine drifts. What other programs take from
+this one is measured too: no prediction knows it.
 """
 
 from __future__ import annotations
@@ -10,19 +13,25 @@ import argparse
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gapless.config import EngineOptions
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
+    from gapless.bench.step_meter import StepMeter
     from gapless.llm import LLM
     from gapless.sim.arrivals import Arrival
+    from gapless.sim.costs import Costs
+    from gapless.sim.fleet import FleetOptions
     from gapless.sim.replica import Served
 
 DEFAULT_DEPTH = 2
+FIRST_SEED = 10_000  # of prompts that are played; those of calibrations are below
+QUIET = 0.1  # of the time: above it the machine is too busy for a comparison
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,21 +42,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shrink", type=int, default=16, metavar="N", help="divide all lengths by N (default: 16)")
     add("--most-output", type=int, default=32, metavar="N", help="clip answers to N tokens (default: 32)")
     add("--load", type=float, nargs="+", default=[0.3, 0.8], metavar="X", help="shares of the capacity (0.3 0.8)")
-    add("--rounds", type=int, default=1, metavar="N", help="calibrations before and after each load (default: 1)")
+    add("--rounds", type=int, default=5, metavar="N", help="times that each load is played (default: 5)")
     add("--json", metavar="FILE", help="write the rows to this file as JSON")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compared:
-    """One load: each figure as measured and as predicted. Times in seconds."""
+    """One load: each figure as measured, over all rounds and in each, and as predicted. Times in seconds."""
 
     load: float
     fit_error: float
+    disturbed: float | None  # share of the time in which the engine waited for a processor
     measured: dict[str, float]
+    rounds: list[dict[str, float]]
     predicted: dict[str, float]
 
     def ratio(self, name: str) -> float:
         return self.predicted[name] / max(self.measured[name], 1e-12)
+
+    def lines(self) -> list[str]:
+        """A table. The range says how far single rounds lie apart."""
+        busy = "" if self.disturbed is None else f"; other programs took {self.disturbed:.0%} of the engine's time"
+        found = [f"load {self.load:g} of the capacity; the fit's error is {self.fit_error:.1%}{busy}"]
+        for name, measured in self.measured.items():
+            ratios = [self.predicted[name] / max(each[name], 1e-12) for each in self.rounds]
+            found.append(
+                f"  {name:<18}{measured:>10.4g} measured{self.predicted[name]:>11.4g} predicted"
+                f"{self.ratio(name):>8.3f}  ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
+        return found
 
 
 def main(args: argparse.Namespace, options: EngineOptions) -> int:
@@ -65,48 +88,86 @@ def main(args: argparse.Namespace, options: EngineOptions) -> int:
     with LLM(**dataclasses.asdict(dataclasses.replace(options, depth=depth))) as llm:
         rows = compare_loads(llm, arrivals, args.load, args.rounds)
     for row in rows:
-        print(f"load {row.load:g} of the capacity; the fit's error is {row.fit_error:.1%}")
-        for name, measured in row.measured.items():
-            print(
-                f"  {name:<18}{measured:>10.4g} measured {row.predicted[name]:>10.4g} predicted {row.ratio(name):>7.3f}"
-            )
+        print("\n".join(row.lines()))
+    if any((row.disturbed or 0.0) > QUIET for row in rows):
+        print("The machine is busy: the comparison says little. Stop other programs, or run this with priority.")
     if args.json is not None:
-        Path(args.json).write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+        try:
+            Path(args.json).write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+        except OSError as error:
+            raise OutputError(f"{args.json}: cannot be written: {error.strerror}") from None
     return 0
 
 
+@dataclasses.dataclass(slots=True)
+class Plays:
+    """All plays of one load."""
+
+    load: float
+    due: list[Arrival]
+    rounds: list[list[Served]] = dataclasses.field(default_factory=list)
+    waited_s: float = 0.0  # for a processor
+    seconds: float = 0.0
+
+
 def compare_loads(llm: LLM, arrivals: Sequence[Arrival], loads: Sequence[float], rounds: int) -> list[Compared]:
-    """Calibrate, play, calibrate, simulate; for each load."""
-    from gapless.bench.replay import replay
+    """Calibrate, play each load, calibrate, and so on; then simulate."""
     from gapless.bench.step_meter import StepMeter, calibrate, warm_up
-    from gapless.sim.arrivals import scaled
     from gapless.sim.costs import fit
-    from gapless.sim.fleet import FleetOptions, simulate
+    from gapless.sim.fleet import FleetOptions
 
     engine = llm.engine
-    options = engine.options
     longest = max(arrival.num_prompt for arrival in arrivals)
     warm_up(llm)
-    rows = []
     meter = StepMeter.of(engine)
-    for number, load in enumerate(loads):
-        meter.steps.clear()
-        calibrate(engine, rounds, longest, 2 * number)
-        fleet = FleetOptions(
-            engine.resolved.limits, fit(meter.steps), 1, int(options.depth), options.max_step_time or math.inf
-        )
-        at_once = simulate([dataclasses.replace(arrival, at_s=0.0) for arrival in arrivals], fleet)
-        wanted_s = at_once.end_s / load  # the same requests in this time
-        span_s = max(arrivals[-1].at_s, 1e-9)
-        due = scaled(arrivals, span_s / wanted_s)
-        num_steps = len(meter.steps)
-        served = replay(engine, due, 500 + number)
-        del meter.steps[num_steps:]  # the trace's own steps must not help
-        calibrate(engine, rounds, longest, 2 * number + 1)
-        costs = fit(meter.steps)
-        run = simulate(due, dataclasses.replace(fleet, costs=costs))
-        rows.append(Compared(load, costs.error, summary(served), summary(run.served)))
-    return rows
+    calibrate(engine, 1, longest)
+    max_step_s = engine.options.max_step_time or math.inf
+    fleet = FleetOptions(engine.resolved.limits, fit(meter.steps), 1, int(engine.options.depth), max_step_s)
+    plays = [Plays(load, _timed(arrivals, fleet, load)) for load in loads]
+    for number in range(rounds):
+        for index, each in enumerate(plays):
+            _play(llm, meter, each, 1 + number * len(plays) + index)
+        calibrate(engine, 1, longest, number + 1)
+    costs = fit(meter.steps)
+    return [_compared(each, costs, fleet) for each in plays]
+
+
+def _timed(arrivals: Sequence[Arrival], fleet: FleetOptions, load: float) -> list[Arrival]:
+    """The requests at a rate that takes this share of the capacity."""
+    from gapless.sim.arrivals import scaled
+    from gapless.sim.fleet import simulate
+
+    at_once = simulate([dataclasses.replace(arrival, at_s=0.0) for arrival in arrivals], fleet)
+    span_s = max(arrivals[-1].at_s, 1e-9)
+    return scaled(arrivals, span_s * load / at_once.end_s)
+
+
+def _play(llm: LLM, meter: StepMeter, plays: Plays, number: int) -> None:
+    """Once more in real time. Each number has its own prompts: no earlier play has left them in the cache."""
+    from gapless.bench.machine import processor_wait_s
+    from gapless.bench.replay import replay
+    from gapless.garbage import heap_frozen
+    from gapless.sim.arrivals import renamed
+
+    num_steps, waited_s, began = len(meter.steps), processor_wait_s(), time.perf_counter()
+    meter.start_over()
+    with heap_frozen():
+        plays.rounds.append(replay(llm.engine, renamed(plays.due, number), FIRST_SEED + number))
+    plays.seconds += time.perf_counter() - began
+    now_s = processor_wait_s()
+    plays.waited_s += math.nan if waited_s is None or now_s is None else now_s - waited_s
+    del meter.steps[num_steps:]  # the trace's own steps must not help
+
+
+def _compared(plays: Plays, costs: Costs, fleet: FleetOptions) -> Compared:
+    from gapless.sim.fleet import simulate
+
+    run = simulate(plays.due, dataclasses.replace(fleet, costs=costs))
+    single = [summary(served) for served in plays.rounds]
+    disturbed = None if math.isnan(plays.waited_s) else plays.waited_s / max(plays.seconds, 1e-9)
+    predicted = summary(run.served)
+    measured = {name: sum(each[name] for each in single) / len(single) for name in predicted}
+    return Compared(plays.load, costs.error, disturbed, measured, single, predicted)
 
 
 def summary(served: Sequence[Served]) -> dict[str, float]:
@@ -114,13 +175,10 @@ def summary(served: Sequence[Served]) -> dict[str, float]:
     from gapless.sim.figures import Latency, tpots, ttfts, wholes
 
     seconds = max(each.end_s for each in served)
-    found: dict[str, Any] = {"tokens/s": sum(each.arrival.num_output for each in served) / seconds}
+    found = {"tokens/s": sum(each.arrival.num_output for each in served) / seconds}
     for name, values in (("first token", ttfts), ("per token", tpots), ("end to end", wholes)):
         times = values(served)
         latency = Latency.of(times)
-        found |= {
-            f"{name} mean": sum(times) / max(len(times), 1),
-            f"{name} p50": latency.p50,
-            f"{name} p99": latency.p99,
-        }
+        found[f"{name} mean"] = sum(times) / max(len(times), 1)
+        found |= {f"{name} p50": latency.p50, f"{name} p99": latency.p99}
     return found

@@ -45,6 +45,10 @@ class StepMeter(Pace):
         engine._scheduler.pace = meter
         return meter
 
+    def start_over(self) -> None:
+        """Forget what steps of other requests said about the pace. Only while no request runs."""
+        self.num_tokens = Pace(self.target_s, self._max_tokens).num_tokens
+
     def begin(self, plan: Plan) -> None:
         super().begin(plan)
         self._shapes[plan.step] = (shape_of(plan, self._rows), time.perf_counter())

@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, default=1, metavar="N", help="GPUs of a replica, for the price (default: 1)")
     add("--routing", choices=ROUTINGS, default="prefix", help="how requests are spread (default: prefix)")
     add("--rate", type=float, default=1.0, metavar="X", help="let requests arrive X times as fast (default: 1)")
-    add("--requests", type=int, metavar="N", help="only the first N of the trace")
+    add("--copies", type=int, default=1, metavar="N", help="N copies of the trace at once, of different prompts")
+    add("--requests", type=int, metavar="N", help="only the first N requests, of all copies together")
     add("--depth", type=int, metavar="N", help="steps in flight (default: as measured)")
     add("--max-step-time", type=float, default=0.2, metavar="S", help="as for serve (default: 0.2; 0 is no limit)")
     for name in LIMITS:
@@ -50,14 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def sim(args: argparse.Namespace) -> int:
     """Fit, simulate, print."""
     _check(args)
-    from gapless.sim.arrivals import read_arrivals, scaled
+    from gapless.sim.arrivals import copied, read_arrivals, scaled
     from gapless.sim.figures import figures_of
     from gapless.sim.fleet import simulate
     from gapless.sim.step_file import read_engine
 
     engine = read_engine(args.costs)
     options = _options(args, engine)
-    arrivals = scaled(read_arrivals(args.trace)[: args.requests], args.rate)
+    arrivals = scaled(copied(read_arrivals(args.trace), args.copies)[: args.requests], args.rate)
     with progress_bar("simulating", len(arrivals), "request") as bar:
         run = simulate(arrivals, options, bar.advance)
     figures = figures_of(run, args.ranks, args.price)
@@ -73,7 +74,7 @@ def sim(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("replicas", "ranks", "requests", "depth", *LIMITS):
+    for name in ("replicas", "ranks", "copies", "requests", "depth", *LIMITS):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
@@ -88,6 +89,8 @@ def _options(args: argparse.Namespace, engine: SimEngine) -> FleetOptions:
     from gapless.sim.fleet import FleetOptions
 
     given = {name: getattr(args, name) for name in LIMITS if getattr(args, name) is not None}
+    if args.block_size is not None and args.num_blocks is None:  # the same memory
+        given["num_blocks"] = max(engine.limits.num_blocks * engine.limits.block_size // args.block_size, 1)
     given |= {"prefix_cache": False} if args.no_prefix_cache else {}
     limits = dataclasses.replace(engine.limits, **given)
     depth, max_step_s = args.depth or engine.depth, args.max_step_time or math.inf
@@ -112,6 +115,11 @@ def table(figures: SimFigures, run: FleetRun, name: str, ranks: int, price: floa
         f"devices     busy {figures.busy_share:.1%}, the busiest {figures.busiest_share:.1%}; "
         f"{figures.rows_per_step:.1f} decode rows a step; KV memory used {figures.kv_share:.0%} at most",
     ]
+    if options.replicas > 1:
+        lines.append(
+            f"router      {figures.route_us:.0f} us a request on this machine, "
+            f"{figures.router_share:.1%} of one processor at this rate"
+        )
     if price:
         lines.append(f"cost        {figures.cost:.2f}, {figures.cost_per_million:.3f} for a million output tokens")
     if figures.num_refused:

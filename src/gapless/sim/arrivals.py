@@ -23,6 +23,8 @@ from gapless.errors import InvalidRequest
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_BLOCK = 512  # tokens of one hash
 FIRST_TOKEN = 10  # below it lie the special tokens of most vocabularies
+COPIES_SPAN_S = 30.0  # from the first request of the first copy to that of the last
+COPY_HASHES = 2**40  # from the hashes of one copy to those of the next
 MIX = 2654435761  # Knuth's multiplier: neighbouring numbers give tokens that differ
 
 
@@ -118,6 +120,23 @@ def _hashes(where: str, row: dict[str, Any], name: str) -> tuple[int, ...]:
 def scaled(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
     """The same requests, `rate` times as fast."""
     return [replace(arrival, at_s=arrival.at_s / rate) for arrival in arrivals]
+
+
+def copied(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
+    """So many copies at the same time, each with prompts of its own and a few seconds after the copy before it."""
+    found = [
+        replace(arrival, at_s=arrival.at_s + copy * COPIES_SPAN_S / count)
+        for copy in range(count)
+        for arrival in renamed(arrivals, copy)
+    ]
+    return sorted(found, key=lambda arrival: arrival.at_s) if count > 1 else found
+
+
+def renamed(arrivals: Sequence[Arrival], copy: int) -> list[Arrival]:
+    """The same requests with other prompts, which share among themselves what they shared before."""
+    return [
+        replace(arrival, hashes=tuple(value + copy * COPY_HASHES for value in arrival.hashes)) for arrival in arrivals
+    ]
 
 
 def shrunk(arrivals: Sequence[Arrival], by: int, most_output: int) -> list[Arrival]:

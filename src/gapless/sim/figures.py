@@ -12,6 +12,7 @@ from gapless.sim.replica import CAUSES, COMPUTE, MEMORY, ROWS, Served
 
 CROWDED = 0.05  # of the busy time: a shorter wait is no bottleneck
 FULL = 0.85  # a device so busy has no room for bursts
+ROUTER_FULL = 0.5  # of one processor: bursts are faster than the mean
 UNEVEN = 1.25  # the busiest twentieth of the replicas against the mean
 
 
@@ -47,6 +48,8 @@ class SimFigures:
     kv_share: float  # most blocks in use on any replica
     waited: dict[str, float]  # share of the busy time in which requests waited, by cause
     num_preemptions: int
+    route_us: float  # processor time of the router for a request, on the machine that simulates
+    router_share: float  # of one processor, at this rate of requests
     cost: float
     cost_per_million: float  # output tokens
     bottleneck: str
@@ -94,15 +97,21 @@ def figures_of(run: FleetRun, ranks: int, price: float) -> SimFigures:
         kv_share=max(totals.most_blocks for totals in run.totals) / run.options.limits.num_blocks,
         waited=dict(zip(CAUSES, waited.tolist(), strict=True)),
         num_preemptions=run.num_preemptions,
+        route_us=1e6 * run.router_s / max(len(served) + run.num_refused, 1),
+        router_share=run.router_s / seconds,
         cost=cost,
         cost_per_million=cost / max(num_output, 1) * 1e6,
-        bottleneck=bottleneck(shares, waited.tolist(), chunk_share),
+        bottleneck=bottleneck(shares, waited.tolist(), chunk_share, run.router_s / seconds),
     )
 
 
-def bottleneck(busy: tuple[float, float], waited: Sequence[float], chunk_share: float) -> str:
+def bottleneck(
+    busy: tuple[float, float], waited: Sequence[float], chunk_share: float, router_share: float = 0.0
+) -> str:
     """What to change first. busy: the mean share of the time, and that of the busiest replicas."""
     mean, most = busy
+    if router_share > ROUTER_FULL:
+        return f"the router: choosing takes {router_share:.0%} of one processor; split the clients over several routers"
     crowded = sum(waited) > CROWDED
     if crowded and most > UNEVEN * mean and mean < FULL:
         return (
