@@ -71,6 +71,13 @@ def test_with_a_full_cache_nobody_is_started(told: dict[str, Any], cache: Path) 
     assert not again["started"]
 
 
+def test_for_a_few_nobody_is_started(tmp_path: Path) -> None:
+    found = told_by(PROGRAM + "main(only_rehearsed=True, few=3)", tmp_path)
+    assert found["rehearsed"]["compiled"] == 4
+    assert not any(found["rehearsed"]["compiled_elsewhere"])
+    assert not found["started"]
+
+
 def test_a_rehearsal_loads_nothing_more_of_torch(told: dict[str, Any]) -> None:
     assert not told["traced"]
 

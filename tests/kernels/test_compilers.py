@@ -19,7 +19,7 @@ TARGET = ("cuda", 90, 32)
 
 @pytest.fixture(scope="module")
 def compilers() -> Iterator[Compilers]:
-    with Compilers(2) as found:
+    with Compilers(2, few=0) as found:
         yield found
 
 
@@ -38,7 +38,7 @@ def test_a_recipe_that_cannot_be_sent_is_not_compiled(compilers: Compilers) -> N
 
 
 def test_processes_that_died_compile_nothing_and_keep_nobody_waiting() -> None:
-    with Compilers(2) as found:
+    with Compilers(2, few=0) as found:
         assert found.compile(recipe()) is False
         assert found._process is not None
         os.killpg(found._process.pid, signal.SIGKILL)
@@ -63,12 +63,12 @@ def test_where_no_process_can_be_had_nothing_is_compiled(monkeypatch: pytest.Mon
         raise OSError("no more processes")
 
     monkeypatch.setattr("gapless.kernels.compilers.subprocess.Popen", refuse)
-    with Compilers(1) as found:
+    with Compilers(1, few=0) as found:
         assert found.compile(recipe()) is False
 
 
 def test_they_end_when_they_are_closed() -> None:
-    found = Compilers(2)
+    found = Compilers(2, few=0)
     found.close()  # never started
     found.start()
     process = found._process

@@ -157,11 +157,11 @@ def two_at_once(compilers: Compilers) -> list[Any]:
     return Driver.launched[before:]
 
 
-def main(*, only_rehearsed: bool = False) -> None:
+def main(*, only_rehearsed: bool = False, few: int = 0) -> None:
     driver.set_active(Driver())
     late = Late()
     kernel_hooks.listen(late)
-    with Compilers(2) as compilers:
+    with Compilers(2, few) as compilers:
         told: dict[str, Any] = {"rehearsed": rehearsed(compilers, late)}
         if not only_rehearsed:
             told |= {"refused": refused(compilers), "interrupted": interrupted(compilers)}

@@ -22,6 +22,7 @@ from typing import Any
 
 START = "import sys; sys.path[:] = {path!r}; from gapless.kernels.compilers import serve; serve({fds!r})"
 LENGTH_BYTES = 8
+FEW = 2  # kernels that the caller had better compile itself: the processes take seconds to start
 COMPILED, NOT_COMPILED = b"c", b"n"
 TRITON_SOURCE = ("triton.compiler", "ASTSource")
 GLUON_SOURCE = ("triton.experimental.gluon._runtime", "GluonASTSource")
@@ -56,12 +57,14 @@ class Recipe:
 class Compilers:
     """Processes that compile. They start when the first kernel is wanted, or earlier, and in the background."""
 
-    def __init__(self, count: int | None = None) -> None:
+    def __init__(self, count: int | None = None, few: int = FEW) -> None:
+        """few: kernels that are left to the caller as long as nothing else starts the processes."""
         self.count = count or len(os.sched_getaffinity(0))
+        self._few = few
         self._free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         self._all: list[socket.socket] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()  # of the start
+        self._lock = threading.Lock()  # of the start and of the few
 
     def start_if_cold(self) -> None:
         """Start them now if Triton's cache is empty, so that they are there when they are needed."""
@@ -100,7 +103,11 @@ class Compilers:
             self._free.put(ours)
 
     def compile(self, recipe: Recipe) -> bool:
-        """Have it compiled, and wait. False: it was there already, or failed: the caller finds out by trying it."""
+        """Have it compiled, and wait. False: it was there already, is one of few, or failed: the caller tries it."""
+        with self._lock:
+            if self._process is None and self._few > 0:
+                self._few -= 1
+                return False
         try:
             self.start()
         except OSError:  # no processes or sockets to be had
