@@ -263,15 +263,13 @@ class GraphRunner:
         (self._mixed_shapes if shape.has_chunks else self._decode_shapes).insert(0, shape)
 
     def _rehearse(self, shapes: Sequence[Shape], progress: Callable[[int, int], None] | None) -> None:
-        """Compile every kernel of the steps side by side, then run each step once: libraries load what they need."""
+        """Compile and load every kernel of the steps side by side. Libraries run as always, and load what they need."""
         step = self._step.rehearsal()
         with Compilers() as compilers, compiled_ahead(compilers, progress) as ahead:
             compilers.start_if_cold()
             for shape in shapes:
                 self._halves.rehearse(step, shape)
         self.cost.num_kernels = len(ahead.names)
-        for shape in shapes:
-            self._halves.rehearse(step, shape)
         # the allocator keeps memory for each stream apart, and this runs on the engine's own
         self._device.stream(STREAMS[COMPUTE]).run(self._rehearse_rest, "rehearsal")
         torch.cuda.synchronize()
