@@ -120,6 +120,7 @@ SCENES = [
     Scene((333, 20, 4), num_heads=14, num_kv_heads=2, head_dim=64, norm=True),
     Scene((2000, 40) * 5, num_heads=5, num_kv_heads=5, head_dim=64, dtype=torch.float16),
     Scene((17,) * 300, num_heads=4, num_kv_heads=1),
+    Scene(tuple(range(80, 1150, 5)), norm=True),
     Scene((1000, 4097, 4096, 5, 9000), num_heads=32, options={"window": 4096}),
     Scene((640, 17, 1, 128, 129) * 8, norm=True, options={"window": 128}),
     Scene((300, 17), options={"window": 1}),
@@ -149,3 +150,41 @@ def test_equals_float32(scene: Scene) -> None:
     torch.testing.assert_close(pool[batch.slots[0]].float(), new, rtol=1e-2, atol=1e-2)
     for _ in range(3):  # each finds the counters as the one before left them
         assert torch.equal(attend(0, heads, rotation), found)
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 30, 214])
+def test_rows_beside_chunks(num_decodes: int) -> None:
+    """As a captured step has them: a chunk behind the decode rows, and places for more rows than there are."""
+    from gapless.attention.triton import TritonAttention
+
+    scene = Scene(tuple(range(80, 1150, 5)), norm=True)
+    batch, pool, heads, rotation = scene.make()
+    num_tokens, places = 40, len(scene.lengths) + 20
+    cores = torch.cuda.get_device_properties(0).multi_processor_count
+    attention = TritonAttention([pool], BLOCK_SIZE, [scene.spec], len(batch.tables[0]) + 20, cores)
+    if attention.stream_sizes(1) is None:
+        pytest.skip("needs Hopper")
+    alone = attention.begin(batch)(0, heads, rotation)
+    free = next(row for row in range(len(batch.tables[0])) if row not in set(batch.decode_rows.tolist()))
+    batch.tables[0][free, :3] = torch.arange(3, device="cuda")
+    pool[: 3 * BLOCK_SIZE] = 0  # a block that somebody owns holds numbers
+    tokens = torch.arange(num_tokens, device="cuda")
+
+    def beside(count: int) -> torch.Tensor:
+        """What the chunk gets beside the first rows, which must get what they get alone."""
+        rows, lengths = (
+            torch.full((places,), free, device="cuda"),
+            torch.zeros_like(batch.decode_rows[:1]).repeat(places),
+        )
+        rows[:count], lengths[:count] = batch.decode_rows[:count], batch.decode_lengths[:count]
+        chunk = (torch.tensor([x], dtype=torch.int32, device="cuda") for x in (free, count, 0, num_tokens))
+        slots = torch.cat((batch.slots[0][:count], tokens))
+        mixed = AttentionBatch((slots,), batch.tables, rows, lengths, max(scene.lengths), num_tokens, *chunk, chunks=())
+        both = torch.cat((heads[:count], heads[:num_tokens]))
+        cos_sin = torch.cat((rotation.cos_sin[:count], rotation.cos_sin[:num_tokens]))
+        found = attention.begin(mixed)(0, both, RotaryRotation(cos_sin, rotation.norm_weight, EPS))
+        torch.testing.assert_close(found[:count], alone[:count], rtol=2e-2, atol=5e-3)
+        return found[count:]
+
+    assert torch.isfinite(beside(0)).all()
+    assert torch.equal(beside(num_decodes), beside(0))

@@ -79,7 +79,7 @@ def test_keys_are_under_way_before_the_wait_and_nothing_is_written(name: str, si
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     made = json.loads(ran.stdout)
-    before, after = made["ptx"].split("griddepcontrol.wait")
+    before, after, _ = made["ptx"].split("griddepcontrol.wait")  # the last is of programs without a share
     copies_of_a_tile = 2 * 16 * head_dim * 2 // 16 // 32  # keys and values of a block, 16 bytes a lane
     assert len(re.findall(r"cp\.async\.c[ag]", before)) == (sizes.num_stages - 1) * copies_of_a_tile
     assert not re.search(r"st\.global|atom\.|\bred\.(global|relaxed)", before)

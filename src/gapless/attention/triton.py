@@ -32,7 +32,7 @@ WARP_BYTES = 4096  # of queries, for each warp of a decode program
 MIN_GROUP = 16  # rows of a tile that the matrix units take
 STREAM_DTYPES = (torch.bfloat16, torch.float16)
 STREAM_HEAD_DIMS = (64, 128)
-STREAM_PROGRAMS = 8  # of the kernel in Triton for each core: where it has as many, it is as fast
+STREAM_PROGRAMS = 16  # of the kernel in Triton for each core, at most: what comes beyond was not measured
 CORES_A_HEAD = 4  # for each KV head of each row: from here on rows are few
 LOG2_E = 1.4426950408889634  # kernels use powers of two
 MAX_HEAD_DIM = 256  # tiles of larger heads do not fit
@@ -198,8 +198,7 @@ class TritonAttention:
     def _attend_decodes(
         self, batch: AttentionBatch, layer: int, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor
     ) -> torch.Tensor:
-        # beside chunks, the many programs of the other kernel find room where few large ones would wait
-        if batch.num_chunk_tokens == 0 and (sizes := self.stream_sizes(batch.num_decodes)):
+        if sizes := self.stream_sizes(batch.num_decodes):
             self._stream(batch, layer, heads, rotation, out, sizes)
             return out
         splits = self.num_splits(batch.num_decodes)

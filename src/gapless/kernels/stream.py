@@ -51,7 +51,7 @@ def _my_share(
     num_blocks = (length + BLOCK - 1) // BLOCK - first_block(length, WINDOW)
     end = gl.associative_scan(num_blocks, 0, _plus)
     num_units = gl.max(end, axis=0)
-    longest = gl.max(num_blocks, axis=0)
+    longest = gl.maximum(gl.max(num_blocks, axis=0), 1)  # beside chunks alone there are no rows
     share = gl.maximum((num_units + num_sharers - 1) // num_sharers, MIN_SHARE)
     whole = (share + longest - 1) // longest * longest
     share = gl.where(whole * SNAP <= share * (SNAP + 1), whole, share)  # rows of one length need no join then
@@ -261,3 +261,5 @@ def stream_decode(
             block = next_block
             length = next_length
             next_length = gl.load(lengths + gl.minimum(row + 1, num_rows - 1)).to(gl.int32)
+    else:
+        gdc_wait()  # that this kernel is over must mean that the one before it is
