@@ -70,6 +70,7 @@ def test_streams_survive_a_replica(tmp_path: Path, long_dir: Path, address: str)
         eventually(lambda: server.metric("gapless_engine_up") == 2, server)
         wanted = read_all(server, pool)
         assert len(set(wanted)) == NUM_STREAMS
+        _check_session(server)
         readers = [pool.submit(read, server, number) for number in range(NUM_STREAMS)]
         eventually(lambda: server.metric("gapless_running_requests") == NUM_STREAMS, server)
         os.kill(served(address)[0].pid, signal.SIGKILL)
@@ -81,6 +82,19 @@ def test_streams_survive_a_replica(tmp_path: Path, long_dir: Path, address: str)
         assert list(stream)[-1].choices[0].finish_reason == "length"
         assert server.process.wait(TIMEOUT_S) == 0
     assert not served(address)
+
+
+def _check_session(server: Server) -> None:
+    """Requests of one session go to the same replica."""
+    counts = [f'gapless_prompt_tokens_total{{replica="{name}"}}' for name in (1, 2)]
+    eventually(lambda: min(map(server.metric, counts)) == sum(map(server.metric, counts)) / 2 > 0, server)
+    before = [server.metric(count) for count in counts]
+    for number in range(4):
+        body = {"prompt": f"{number} of a session", "max_tokens": 1}
+        assert server.send("POST", "/v1/completions", body, **{"x-session-id": "mine"})[0] == 200
+    num_tokens = 4 * len("0 of a session")
+    eventually(lambda: sum(map(server.metric, counts)) == sum(before) + num_tokens, server)
+    assert sorted(server.metric(count) - past for count, past in zip(counts, before, strict=True)) == [0, num_tokens]
 
 
 def _check_disconnect(server: Server) -> None:

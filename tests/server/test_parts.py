@@ -17,18 +17,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 from gapless import LLM
 from gapless.config import EngineOptions
 from gapless.core.outcome import TokenLogprob
 from gapless.core.params import SamplingParams
 from gapless.errors import ConfigError, InvalidRequest
+from gapless.server.app import _caller
 from gapless.server.channel import ChildChannel, Disconnected
 from gapless.server.chat import answer_chat
 from gapless.server.completions import CompletionAnswer
 from gapless.server.engine_child import count_oom_kills
 from gapless.server.engine_process import read_timeline
 from gapless.server.errors import dump, dump_early
+from gapless.server.gate import CLIENT
 from gapless.server.generation import Choice, Generation
 from gapless.server.logprobs import TokenTexts, tell_completion_logprobs, tell_logprobs
 from gapless.server.logs import MAX_QUEUED, LineWriter
@@ -43,12 +46,13 @@ from gapless.server.messages import (
     pack_scores,
     pack_tokens,
 )
-from gapless.server.metrics import EngineTotals
 from gapless.server.options import ServerOptions, read_keys
 from gapless.server.protocol import ChatRequest, CompletionRequest
 from gapless.server.protocol import MessageBody as ChatMessage
 from gapless.server.roster import Flight, Roster
+from gapless.server.service import Caller
 from gapless.server.supervisor import Supervisor
+from gapless.server.totals import EngineTotals
 from gapless.server.traces import Traces
 from gapless.text.transcript import Transcript
 from tiny import ALPHABET
@@ -531,5 +535,16 @@ def test_who_speaks_next_is_passed_on_to_the_template(values: dict[str, Any], pa
 
     body = ChatRequest(messages=[ChatMessage(role="user", content="Hello")], **values)
     with pytest.raises(InvalidRequest, match="enough"):
-        asyncio.run(answer_chat(FakeService(), body, "me"))  # type: ignore[arg-type]
+        asyncio.run(answer_chat(FakeService(), body, Caller("me")))  # type: ignore[arg-type]
     assert asked == [passed | {"values": {}}]
+
+
+def test_a_session_is_known_by_its_client_and_its_header() -> None:
+    def caller(client: str, *headers: tuple[bytes, bytes]) -> Caller:
+        return _caller(Request({"type": "http", "headers": list(headers), CLIENT: client}))
+
+    long = (b"x-session-id", b"s" * 10_000)
+    assert caller("me") == Caller("me")
+    assert caller("me", long) == caller("me", long)
+    assert len({caller("me", long), caller("you", long), caller("me", (b"x-session-id", b"t"))}) == 3
+    assert len(caller("me", long).session or "") == 32

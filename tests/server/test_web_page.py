@@ -247,3 +247,31 @@ def test_the_fields_fit_a_narrow_window(page: Page, faulty: Server) -> None:
     page.run("document.getElementById('use_tools').click()")
     put(page, "tools", "[" + "x" * 500)
     assert page.run("document.documentElement.scrollWidth") <= 400
+
+
+REPLICAS = """
+    const read = window.fetch, time = {engine_time_s: 1, busy_s: 1, timeline: {}, timeline_s: 2, idle_s: {}};
+    const count = {running: 1, unfinished: 3, kv_use: .5, generated_tokens: 9, prompt_tokens: 8, cached_tokens: 2};
+    window.named = name => ({name, status: "ready", ...time, ...count});
+    window.replicas = [named("1"), named("2")];
+    window.fetch = async (url, options) => {
+        const response = await read(url, options);
+        return String(url).startsWith("state") ? Response.json({...await response.json(), replicas}) : response;
+    };
+"""
+CARDS = "[...document.querySelectorAll('.replica')].map(card => card.getBoundingClientRect())"
+
+
+def test_replicas_stand_side_by_side(page: Page, faulty: Server) -> None:
+    page.open(faulty.url + "/")
+    page.run(f"(() => {{ {REPLICAS} }})()")
+    page.wait("document.querySelectorAll('.replica').length === 2")
+    first, second = page.run(f"{CARDS}.map(box => [box.left, box.top, box.right])")
+    assert first[1] == second[1]
+    assert first[2] < second[0]
+    assert page.run("document.querySelector('.load').textContent") == "1 of 3 run · 0 tokens/s · 25% cached"
+    assert page.run("document.getElementById('only').hidden")
+    page.run("window.replicas = [named('2'), named('3')]")
+    page.wait("document.getElementById('replica-1') === null && document.getElementById('replica-3') !== null")
+    page.run("window.replicas = []")
+    page.wait("document.querySelectorAll('.replica').length === 0 && !document.getElementById('only').hidden")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class ReplicaWishes:
             import ray
 
             placement = place(self.wishes)
-            app = ServeApp(f"gapless-{socket.gethostname()}-{options.port}", placement, options.drain_timeout)
+            app = ServeApp(f"gapless-{socket.gethostname()}-{os.getpid()}", placement, options.drain_timeout)
             least = placement.num_replicas
             scaler = Autoscaler(least, self.most if self.most is not None else least)
             yield EnginePool(engine, options, app, scaler, ray.util.get_node_ip_address(), here())

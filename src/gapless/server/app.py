@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -40,13 +41,14 @@ from gapless.server.metrics import Metrics
 from gapless.server.neutral import refuse_unsupported
 from gapless.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
 from gapless.server.responses import answer_response
-from gapless.server.service import Service
+from gapless.server.service import Caller, Service
 from gapless.server.sse import ClientGone, EventStream, LongResponse, finish_for
 from gapless.server.state import read_state
 from gapless.server.tools import chat_tools
 from gapless.server.traces import Traces
 
 PAGE = Path(__file__).parent / "page"
+SESSION_HEADER = "x-session-id"
 CLIENT_GONE = 499  # nobody reads it; it is for the log
 GENERATION_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
 
@@ -107,17 +109,17 @@ def _add_generation(app: FastAPI, service: Service, metrics: Metrics, memory: Me
 
     @app.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAM)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        answer = await begin(answer_chat(service, body, _client(request)))
+        answer = await begin(answer_chat(service, body, _caller(request)))
         return await _respond(service, request, answer, body.stream)
 
     @app.post("/v1/completions", response_model=CompletionResponse, responses=STREAM)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        answer = await begin(answer_completion(service, body, _client(request)))
+        answer = await begin(answer_completion(service, body, _caller(request)))
         return await _respond(service, request, answer, body.stream)
 
     @app.post("/v1/responses", response_model=ResponseObject, responses=STREAM)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        answer = await begin(answer_response(service, body, memory, _client(request)))
+        answer = await begin(answer_response(service, body, memory, _caller(request)))
         return await _respond(service, request, answer, body.stream)
 
 
@@ -134,8 +136,12 @@ def _add_responses(app: FastAPI, memory: Memory) -> None:
         return _json({"id": response_id, "object": "response", "deleted": True})
 
 
-def _client(request: Request) -> str:
-    return str(request.scope[CLIENT])
+def _caller(request: Request) -> Caller:
+    """The name of a session is only compared, so a short hash of it serves as well, however long it is."""
+    client, session = str(request.scope[CLIENT]), request.headers.get(SESSION_HEADER)
+    if session is None:
+        return Caller(client)
+    return Caller(client, blake2b(f"{client} {session}".encode(), digest_size=16).hexdigest())
 
 
 async def _respond(service: Service, request: Request, answer: Answer, stream: bool | None) -> Response:

@@ -16,7 +16,7 @@ from gapless.server.neutral import refuse_unsupported
 from gapless.server.prompts import PromptWriter
 from gapless.server.protocol import ChatRequest, TokenizeRequest
 from gapless.server.replies import ReplyPlan, ReplyStream, tell_message
-from gapless.server.service import PromptPlan, Service
+from gapless.server.service import Caller, PromptPlan, Service
 from gapless.server.sse import DONE, event
 from gapless.server.tools import chat_tools
 from gapless.server.usage import StreamUsage
@@ -118,7 +118,7 @@ class ChatAnswer:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
 
-async def answer_chat(service: Service, body: ChatRequest, client: str) -> ChatAnswer:
+async def answer_chat(service: Service, body: ChatRequest, caller: Caller) -> ChatAnswer:
     """Check, tokenize and start. Raises ApiError."""
     model = service.check_model(body.model)
     refuse_unsupported(body)
@@ -142,7 +142,7 @@ async def answer_chat(service: Service, body: ChatRequest, client: str) -> ChatA
     params = demanded(replies, service.params(body, max_tokens, body.stop, **more))
     tells_all = bool(body.return_token_ids)
     plan = PromptPlan(prompt, params, tells_all=tells_all, by_default=wanted is None, shown=replies.shown)
-    generation = await service.start([plan], body.timeout, client)
+    generation = await service.start([plan], body.timeout, caller)
     return ChatAnswer(generation, body, model, service.token_texts(body.return_tokens_as_token_ids), replies)
 
 

@@ -13,7 +13,7 @@ from gapless.server.generation import Choice, Generation, Piece
 from gapless.server.logprobs import TokenTexts, prompt_starts, tell_completion_logprobs, tell_prompt_logprobs
 from gapless.server.neutral import refuse_unsupported
 from gapless.server.protocol import CompletionRequest
-from gapless.server.service import PromptPlan, Service
+from gapless.server.service import Caller, PromptPlan, Service
 from gapless.server.sse import DONE, event
 from gapless.server.usage import StreamUsage, usage
 
@@ -101,7 +101,7 @@ class CompletionAnswer:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model}
 
 
-async def answer_completion(service: Service, body: CompletionRequest, client: str) -> CompletionAnswer:
+async def answer_completion(service: Service, body: CompletionRequest, caller: Caller) -> CompletionAnswer:
     """Check, tokenize and start. Raises ApiError."""
     model = service.check_model(body.model)
     refuse_unsupported(body)
@@ -118,7 +118,7 @@ async def answer_completion(service: Service, body: CompletionRequest, client: s
         plans.append(PromptPlan(prompt, service.params(body, max_tokens, body.stop, **more), shows_tokens=wanted > 0))
     texts = [await service.prompts.decode(prompt) for prompt in prompts] if body.echo else []
     echoes = [text for text in texts for _ in range(body.n or 1)]
-    generation = await service.start(plans, body.timeout, client)
+    generation = await service.start(plans, body.timeout, caller)
     return CompletionAnswer(generation, body, model, echoes, service.token_texts(body.return_tokens_as_token_ids))
 
 

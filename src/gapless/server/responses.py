@@ -22,7 +22,7 @@ from gapless.server.memory import Kept, Memory
 from gapless.server.neutral import refuse_unsupported
 from gapless.server.protocol import ResponsesRequest
 from gapless.server.replies import AT_ONCE, ReplyPlan
-from gapless.server.service import PromptPlan, Service
+from gapless.server.service import Caller, PromptPlan, Service
 from gapless.server.sse import event
 from gapless.server.tools import response_tools
 from gapless.server.usage import num_reasoning_tokens
@@ -169,7 +169,7 @@ class ResponseAnswer:
         return event({"type": kind, "sequence_number": number, **data}, kind)
 
 
-async def answer_response(service: Service, body: ResponsesRequest, memory: Memory, client: str) -> ResponseAnswer:
+async def answer_response(service: Service, body: ResponsesRequest, memory: Memory, caller: Caller) -> ResponseAnswer:
     """Check, tokenize and start. Raises ApiError."""
     model = service.check_model(body.model)
     refuse_unsupported(body)
@@ -191,7 +191,7 @@ async def answer_response(service: Service, body: ResponsesRequest, memory: Memo
     params = demanded(replies, service.params(body, max_tokens, None, logprobs=logprobs))
     by_default = body.max_output_tokens is None
     plan = PromptPlan(prompt, params, tells_all=False, by_default=by_default, shown=replies.shown)
-    generation = await service.start([plan], body.timeout, client)
+    generation = await service.start([plan], body.timeout, caller)
     return ResponseAnswer(generation, body, model, talk, memory, service.token_texts(), replies)
 
 

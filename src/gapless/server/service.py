@@ -61,6 +61,14 @@ SHARED = (  # parameters that have the same name in a body and in SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request, and what it belongs to."""
+
+    client: str  # its key, or its address
+    session: str | None = None  # requests of one session go to the same engine, if there are several
+
+
+@dataclass(frozen=True, slots=True)
 class PromptPlan:
     """One prompt to continue."""
 
@@ -219,11 +227,12 @@ class Service:
             message = f"{total} choices; the server allows {self.options.max_choices}"
             raise ApiError(400, message, param="n" if num_prompts == 1 else "prompt")
 
-    async def start(self, plans: Sequence[PromptPlan], timeout_s: float | None, client: str) -> Generation:
+    async def start(self, plans: Sequence[PromptPlan], timeout_s: float | None, caller: Caller) -> Generation:
         """Send each candidate of each prompt to the engine. Raises ApiError when there is no room for them.
 
         And when a grammar cannot be used: that is known before the first byte of an answer.
         """
+        client = caller.client
         count = sum(num_candidates(plan.params) for plan in plans)
         limit_s = min(timeout_s or self.options.request_timeout, self.options.request_timeout)
         deadline_s = asyncio.get_running_loop().time() + limit_s
@@ -234,7 +243,7 @@ class Service:
         choices: list[Choice] = []
         for plan in plans:
             for params in candidates(plan.params):
-                flight = self.engines.submit(plan.prompt, params, changed)
+                flight = self.engines.submit(plan.prompt, params, changed, caller.session)
                 self._clients[flight.id] = client
                 self._num_of_client[client] += 1
                 if plan.by_default:

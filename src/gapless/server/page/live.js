@@ -32,6 +32,7 @@ async function refresh() {
   }
   last = {state, now};
   drawSpeed();
+  showReplicas(state, now, polls % 2 === 1);
   if (polls % 2) drawLanes(state.timeline, state.timeline_s || SPAN_S);
   showTotals(state);
 }
@@ -91,8 +92,12 @@ function drawSpeed() {
 
 function drawLanes(timeline, seconds) {
   $("span").textContent = +seconds.toFixed(1) === 1 ? "second" : +seconds.toFixed(seconds < 1 ? 2 : 1) + " seconds";
+  if (!$("only").hidden) drawLanesOn("lanes", timeline, seconds);
+}
+
+function drawLanesOn(id, timeline, seconds) {
   const names = Object.keys(timeline), label = 46;
-  const {pen, width, height} = surface("lanes"), tall = height / Math.max(4, names.length);
+  const {pen, width, height} = surface(id), tall = height / Math.max(4, names.length);
   names.forEach((name, row) => {
     const y = row * tall;
     pen.fillStyle = color("faint");
