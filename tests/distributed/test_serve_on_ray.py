@@ -113,6 +113,7 @@ def test_wrong_wishes_are_one_line(long_dir: Path, address: str, capsys: pytest.
         ("--replicas", "1", "--ray", "127.0.0.1:1"): "no Ray cluster answers there",
         ("--replicas", "3", "--ray", address, "--gpus-per-replica", "1"): "too few GPUs: 3 replicas need 1 each",
         ("--replicas", "1", "--trace", "T.json"): "--trace is for one engine",
+        ("--replicas", "9", "--ray", address): "too few CPUs: 9 replicas need 1 each, and the cluster has 8",
     }
     for flags, said in wrong.items():
         assert main([*start, *flags]) == 2

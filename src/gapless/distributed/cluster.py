@@ -69,7 +69,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"--ray needs Ray: pip install 'gapless[ray]' ({error})") from None
+        raise ConfigError(f"a cluster needs Ray: pip install 'gapless[ray]' ({error})") from None
     return ray
 
 

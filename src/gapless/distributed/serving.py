@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gapless.config import EngineOptions
 from gapless.distributed.autoscaler import Autoscaler
-from gapless.distributed.cluster import Wishes, connected, here, place
+from gapless.distributed.cluster import Placement, Wishes, connected, here, place
 from gapless.distributed.pool import EnginePool
 from gapless.distributed.serve_app import ServeApp
 from gapless.errors import ConfigError
@@ -31,11 +32,30 @@ class ReplicaWishes:
         with connected(self.wishes.address):
             import ray
 
+            _check_serve()
             placement = place(self.wishes)
+            _check_processors(placement, ray.nodes())
             app = ServeApp(f"gapless-{socket.gethostname()}-{os.getpid()}", placement, options.drain_timeout)
             least = placement.num_replicas
             scaler = Autoscaler(least, self.most if self.most is not None else least)
             yield EnginePool(engine, options, app, scaler, ray.util.get_node_ip_address(), here())
+
+
+def _check_serve() -> None:
+    try:
+        from ray import serve  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"replicas need Ray Serve: pip install 'gapless[ray]' ({error})") from None
+
+
+def _check_processors(placement: Placement, nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError if replicas on CPUs would wait for ever. (`place` has checked the GPUs.)"""
+    room = sum(int(node["Resources"].get("CPU", 0)) for node in nodes if node["Alive"])
+    if placement.num_cpus and not placement.num_gpus and placement.num_replicas > room:
+        raise ConfigError(
+            f"too few CPUs: {placement.num_replicas} replicas need 1 each, and the cluster has {room}; "
+            f"use --replicas {room}"
+        )
 
 
 def read_range(text: str) -> tuple[int, int]:
