@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 from ray.cluster_utils import Cluster
-from ray_tasks import NODE
-from test_serve_on_ray import Server, eventually, read, running, served
+from ray_tasks import NODE, wait_for
+from test_serve_on_ray import Server, read, running, served
 
 from tiny import write_tiny
 
@@ -25,6 +25,7 @@ SEED = 7
 KILLS = ["engine"] * 12 + ["replica"] * 13 + ["node"] * 6
 NUM_READERS, NUM_SEEDS = 6, 12
 MOST_UP_S = 120  # for enough replicas to be there again
+RESTART_S = 300  # for all replicas to be replaced
 
 
 class Readers:
@@ -117,7 +118,7 @@ def test_no_stream_notices_kills_and_restarts(
             before = {process.pid for process in served(nodes.address)}
             server.process.send_signal(signal.SIGUSR1)
             num_before = readers.num_read
-            eventually(lambda: not before & {process.pid for process in served(nodes.address)}, server)
+            wait_for(lambda: not before & {process.pid for process in served(nodes.address)}, RESTART_S)
             wait_up(server, 3)
             print(
                 f"{readers.num_read - num_before} streams during the restart; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ class ReplicaWishes:
             app = ServeApp(f"gapless-{socket.gethostname()}-{os.getpid()}", placement, options.drain_timeout)
             least = placement.num_replicas
             scaler = Autoscaler(least, self.most if self.most is not None else least)
+            if os.path.exists(engine.model):  # replicas run in other folders
+                engine = dataclasses.replace(engine, model=os.path.abspath(engine.model))
             yield EnginePool(engine, options, app, scaler, ray.util.get_node_ip_address(), here())
 
 
