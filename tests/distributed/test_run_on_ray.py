@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -15,6 +19,7 @@ from ray_tasks import Task, replicas, wait_for
 import gapless
 from gapless import LLM, SamplingParams
 from gapless.cli import main
+from gapless.distributed.replica import Replica
 from gapless.ray import Generator
 from tiny import CPU
 
@@ -103,3 +108,57 @@ def test_a_pipeline_of_ray_data(address: str, tmp_path: Path, tiny_dir: Path, ti
     assert [(each["prompt"], each["text"]) for each in found] == [
         (prompt, each.text) for prompt, each in zip(prompts, wanted, strict=True)
     ]
+
+
+def test_results_come_before_their_piece_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So an interrupted run keeps them. Here the second line ends when the result of the first has been seen."""
+    seen = threading.Event()
+
+    class TwoLines:
+        def __init__(self, *setup: object) -> None:
+            pass
+
+        def do(self, lines: list[int], keep: Callable[[int, dict[str, int], int], None]) -> None:
+            keep(lines[0], {"index": lines[0]}, 5)
+            assert seen.wait(30)
+            keep(lines[1], {"index": lines[1]}, 6)
+
+    monkeypatch.setattr("gapless.distributed.replica.LineWork", TwoLines)
+    replica: Any = Replica()
+    replica._llm = replica._dialect = replica._sampling = None
+    results = replica.complete([3, 4])
+    assert next(results) == [({"index": 3}, 5)]
+    seen.set()
+    assert list(results) == [[({"index": 4}, 6)]]
+
+
+@pytest.mark.slow
+def test_other_formats_retries_and_restarts_on_a_cluster(
+    tmp_path: Path, tiny_dir: Path, address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each file is that of one process: an OpenAI batch with errors that are retried, and Parquet, run twice."""
+    engine = ["--model", str(tiny_dir), *("--device", "cpu", "--dtype", "float32", "--num-blocks", "64")]
+    engine += ["--max-num-rows", "4", "--num-threads", "1"]
+    batch, table = tmp_path / "batch.jsonl", tmp_path / "in.parquet"
+    with batch.open("w") as file:
+        for number in range(20):
+            body = {"model": tiny_dir.name, "prompt": f"prompt {number}", "max_tokens": 8 if number % 5 else -1}
+            row = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+            file.write(json.dumps(row) + "\n")
+    pq.write_table(pa.table({"prompt": [f"prompt {number}" for number in range(20)]}), table)
+
+    def run(source: Path, out: Path, *flags: str) -> int:
+        more = ["--max-tokens", "8"] if source is table else []
+        return main(["run", str(source), "-o", str(out), *engine, *more, *flags])
+
+    there = ["--ray", address, "--replicas", "2"]
+    alone, both = tmp_path / "alone.jsonl", tmp_path / "both.jsonl"
+    assert run(batch, alone) == run(batch, both, *there) == 1
+    assert run(batch, both, *there, "--retry-errors") == 1
+    ids = [{**json.loads(line), "id": "", "response": None} for line in both.read_text().splitlines()]
+    assert ids == [{**json.loads(line), "id": "", "response": None} for line in alone.read_text().splitlines()]
+    assert run(table, tmp_path / "alone.parquet") == run(table, tmp_path / "both.parquet", *there) == 0
+    wanted = pq.read_table(tmp_path / "alone.parquet")
+    assert pq.read_table(tmp_path / "both.parquet").equals(wanted)
+    assert run(table, tmp_path / "both.parquet", *there, "--restart") == 0
+    assert pq.read_table(tmp_path / "both.parquet").equals(wanted)

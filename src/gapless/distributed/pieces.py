@@ -1,8 +1,8 @@
-"""A run over replicas: lines go out in pieces, and a piece comes back whole or not at all.
+"""A run over replicas: lines go out in pieces, and their results come back as they complete.
 
 Only this process writes results, so the guarantees of part files hold as they do for one engine. A piece is with one
-replica at a time. If the replica dies, the piece goes to a different one, and its lines give the same tokens there:
-seeds come from the index of a line. So a kill costs time, and neither loses nor doubles a result.
+replica at a time. If the replica dies, lines that have no result yet go to a different one, and give the same tokens
+there: seeds come from the index of a line. So a kill costs time, and neither loses nor doubles a result.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class WorkPiece:
-    """Some lines that are committed together."""
+    """Some lines, by index. Those that have a result are taken out."""
 
-    lines: list[Line | BadLine]
-    num_attempts: int = 0
+    lines: dict[int, Line | BadLine]
+    num_attempts: int = 0  # since the last result
 
 
 @dataclass(slots=True, eq=False)
@@ -86,14 +86,15 @@ class Crew:
         share = num_todo // (self._placement.num_replicas * PIECES_AHEAD)
         size = max(1, min(num_rows // PIECES_A_BATCH, share))
         while lines := list(islice(todo, size)):
-            yield WorkPiece(lines)
+            yield WorkPiece({line.index: line for line in lines})
 
     def _next(self, pieces: Iterator[WorkPiece]) -> WorkPiece | None:
         return self._returned.popleft() if self._returned else next(pieces, None)
 
     def _give(self, member: CrewMember, piece: WorkPiece) -> None:
         piece.num_attempts += 1
-        member.calls[member.actor.complete.remote(piece.lines)] = piece
+        call = member.actor.complete.options(num_returns="streaming").remote(list(piece.lines.values()))
+        member.calls[call] = piece
 
     def _recruit(self) -> None:
         import ray
@@ -131,20 +132,23 @@ class Crew:
 
         piece = member.calls[ref]
         try:
-            found = ray.get(ref)
+            found = ray.get(ref if piece is None else next(ref))
+        except StopIteration:
+            del member.calls[ref]
+            return None
         except RayTaskError as error:
             if piece is None and isinstance(error.cause, ConfigError):
                 raise ConfigError(str(error.cause)) from None
             return self._lose(member, str(error.cause))
         except RayError as error:
             return self._lose(member, str(error))
-        del member.calls[ref]
         if piece is None:
+            del member.calls[ref]
             member.facts, self._num_failed_starts = found, 0
             return None
-        lines = {line.index: line for line in piece.lines}
+        piece.num_attempts = 1
         for record, num_tokens in found:
-            keep(lines[record["index"]], record, num_tokens)
+            keep(piece.lines.pop(record["index"]), record, num_tokens)
 
     def _lose(self, member: CrewMember, why: str) -> None:
         """A replica has died; what it had goes to others."""
@@ -162,14 +166,14 @@ class Crew:
             if self._num_failed_starts >= MOST_FAILED_STARTS:
                 raise OutputError(f"{MOST_FAILED_STARTS} replicas in a row died before they were ready: {reason}")
         for piece in member.calls.values():
-            if piece is not None:
+            if piece is not None and piece.lines:
                 self._check_attempts(piece, reason)
                 self._returned.append(piece)
         member.calls.clear()
 
     def _check_attempts(self, piece: WorkPiece, reason: str) -> None:
         if piece.num_attempts >= MOST_ATTEMPTS:
-            ids = ", ".join(repr(line.id) for line in piece.lines[:5])
+            ids = ", ".join(repr(line.id) for line in islice(piece.lines.values(), 5))
             raise OutputError(f"{MOST_ATTEMPTS} replicas died with the prompts {ids}: {reason}")
 
 

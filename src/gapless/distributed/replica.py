@@ -6,7 +6,11 @@ the rows of the next one are tokenized and submitted, so the device does not dra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import queue
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +21,10 @@ from gapless.garbage import collect_rarely
 from gapless.line_work import LineWork
 from gapless.llm import LLM
 from gapless.part_file import Record
+
+GATHER_S = 0.3  # how long results wait for others, to travel together
+LineResult = tuple[Record, int]
+LineResults = list[LineResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +55,35 @@ class Replica:
         collect_rarely()
         return ReplicaFacts(self._llm.engine.resolved.limits.num_rows, node)
 
-    def complete(self, lines: Sequence[Line | BadLine]) -> list[tuple[Record, int]]:
-        """The result of each line and the tokens that it took, in any order."""
-        found: list[tuple[Record, int]] = []
-        work = LineWork(self._llm, self._dialect, self._sampling, {})
-        work.do(lines, lambda line, record, num_tokens: found.append((record, num_tokens)))
-        return found
+    def complete(self, lines: Sequence[Line | BadLine]) -> Iterator[LineResults]:
+        """The results of lines and the tokens that each took, in any order, a few at a time as they come."""
+        found: queue.SimpleQueue[LineResult | None] = queue.SimpleQueue()
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(self._complete, lines, found)
+            while batch := _take(found):
+                yield batch
+            done.result()
+
+    def _complete(self, lines: Sequence[Line | BadLine], found: queue.SimpleQueue[LineResult | None]) -> None:
+        try:
+            work = LineWork(self._llm, self._dialect, self._sampling, {})
+            work.do(lines, lambda line, record, num_tokens: found.put((record, num_tokens)))
+        finally:
+            found.put(None)
+
+
+def _take(found: queue.SimpleQueue[LineResult | None]) -> LineResults:
+    """What has come within a moment after the first; nothing at the end."""
+    batch: LineResults = []
+    deadline = math.inf
+    while (left_s := deadline - time.monotonic()) > 0:
+        try:
+            result = found.get(timeout=None if deadline == math.inf else left_s)
+        except queue.Empty:
+            break
+        if result is None:
+            found.put(None)  # for the next call
+            break
+        batch.append(result)
+        deadline = min(deadline, time.monotonic() + GATHER_S)
+    return batch
