@@ -142,6 +142,11 @@ class Engine:
         """Whether the loop moves, as seen from outside it."""
         return Pulse(self._num_turns, self._idle)
 
+    @property
+    def death(self) -> BaseException | None:
+        """What the engine died of."""
+        return self._error
+
     def close(self) -> None:
         """Abort what runs, deliver that, and stop. Can be called again; does nothing in a forked process."""
         if not self.in_this_process:

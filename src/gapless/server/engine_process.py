@@ -274,6 +274,8 @@ class EngineProcess:
     def _send_pulses(self) -> None:
         engine, monitor = self._engine, self._engine.monitor
         for number in itertools.count():
+            if engine.death is not None:  # while nobody had a request whose end would tell
+                self._fail(EngineClosed(f"the engine died: {engine.death}"))
             if number % CAUSES_EVERY == 0 or engine.pulse().idle:
                 idle_s = monitor.idle_by_cause()
             self._channel.send(read_pulse(engine, time.monotonic() - self._began_s, idle_s))
