@@ -83,7 +83,7 @@ class Ranks:
         return Lent(LocalExecutor(device, runner, limits, num_slots), self.team)
 
     def close(self) -> None:
-        self._ranks.close()
+        self.team.close()
 
 
 class Lent(RankedExecutor):

@@ -105,6 +105,10 @@ LOSSES: dict[str, tuple[str, tuple[str, ...]]] = {
         "say('failed', reason='rank 1 is gone', lost=True) if rank == 2 else (time.sleep(0.05), os._exit(4))",
         ("rank 1 exited with status 4",),
     ),
+    "stands still": (
+        "say('failed', reason='timed out', lost=True) if rank == 2 else time.sleep(60)",
+        ("ranks [1] did not answer; rank 2 failed: timed out",),
+    ),
 }
 
 

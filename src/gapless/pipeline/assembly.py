@@ -61,7 +61,7 @@ def put_together(
     try:
         return _put_together(options, source, announce, ranks, progress, traced_steps, num_slots, processed=processed)
     except BaseException:
-        ranks.close()
+        ranks.abandon()
         raise
 
 

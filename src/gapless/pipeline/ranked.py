@@ -24,6 +24,7 @@ from gapless.runner.build import Built
 from gapless.runner.calls import Call
 from gapless.runner.fill import capacity
 from gapless.runner.kits import kit_for
+from gapless.runner.resolve import read_config, settle
 
 
 class RankedExecutor:
@@ -59,7 +60,7 @@ class LoneRank:
     def executor(self, inner: Executor, limits: Limits) -> Executor:
         return inner
 
-    def close(self) -> None:
+    def abandon(self) -> None:
         return
 
 
@@ -97,16 +98,18 @@ class OtherRanks:
         self._team.go(self._num_slots, plan_capacity(limits, capacity(limits)))
         return RankedExecutor(inner, self._team)
 
-    def close(self) -> None:
-        self._team.close()
+    def abandon(self) -> None:
+        """End the ranks: the engine could not be put together."""
+        self._team.close(at_once=True)
 
 
 def other_ranks(
     options: EngineOptions, source: ModelSource, num_slots: int, alarm: Alarm, *, processed: bool
 ) -> LoneRank | OtherRanks:
-    """Those that the options ask for."""
+    """Those that the options ask for. Raises ConfigError before any process starts."""
     if options.tensor_parallel == 1:
         return LoneRank()
+    settle(options, read_config(source))
     return OtherRanks(options, source, num_slots, alarm, processed=processed)
 
 

@@ -30,6 +30,7 @@ COMMAND = (sys.executable, "-m", "gapless.pipeline.follower")
 START_S = 180.0  # for a process to import torch, at least
 GRACE_S = 0.3  # in which others may fail too, before the first cause is named
 CLOSE_S = 5.0
+LOST = 2  # how far from the first cause a rank is that only missed the others
 Alarm = Callable[[RankFailed], None]
 
 
@@ -48,7 +49,7 @@ class Mate:
     def end(self) -> tuple[int, str]:
         """What became of it: how far from the first cause, and in words."""
         if self.last_word is not None:
-            return (2 if self.last_word["lost"] else 1), f"rank {self.rank} failed: {self.last_word['reason']}"
+            return (LOST if self.last_word["lost"] else 1), f"rank {self.rank} failed: {self.last_word['reason']}"
         try:
             code = self.process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
@@ -109,8 +110,14 @@ class Team:
         self._failed.wait(4 * GRACE_S)
         return self._failure or RankFailed(f"rank 0 failed: {error}")
 
-    def close(self) -> None:
-        """Let the ranks end what they have, kill those that do not, and wait until all are gone."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Let the ranks end what they have, kill those that do not, and wait until all are gone.
+
+        at_once: kill them, for they are in the middle of something that rank 0 has given up.
+        """
+        if at_once:
+            for mate in self._mates:
+                mate.process.kill()
         if not self._closing.is_set():
             self._closing.set()
             os.write(self._wake_write, b"\1")
@@ -144,12 +151,18 @@ class Team:
     def _watch(self) -> None:
         """Until the group is closed, or one of its ranks is lost."""
         while not self._closing.is_set():
-            if self._listen(None):
+            if self._listen(None) and not self._closing.is_set():
                 deadline = time.monotonic() + GRACE_S
                 while (left := deadline - time.monotonic()) > 0 and not all(m.is_gone for m in self._mates):
                     self._listen(left)
-                self._fail(min(mate.end() for mate in self._mates if mate.is_gone)[1])
+                self._fail(self._first_cause())
                 return
+
+    def _first_cause(self) -> str:
+        """In words: the rank that died or failed by itself, or those that others waited for in vain."""
+        distance, reason = min(mate.end() for mate in self._mates if mate.is_gone)
+        silent = [mate.rank for mate in self._mates if not mate.is_gone]
+        return f"ranks {silent} did not answer; {reason}" if distance == LOST and silent else reason
 
     def _listen(self, timeout_s: float | None) -> bool:
         """Hear what the ranks say; True if any is lost."""
