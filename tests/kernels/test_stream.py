@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from other_gluon import OTHERS, put_in_place
 
 from gapless.attention import triton as attention
-from gapless.attention.triton import FEW_ROWS, MANY_ROWS, StreamSizes, TritonAttention
+from gapless.attention.triton import FEW_ROWS, MANY_ROWS, NARROW, StreamSizes, TritonAttention
 from gapless.models.spec import AttentionSpec
 
 SHARED_BYTES = 227 * 1024  # of a core
@@ -38,9 +38,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from gapless.kernels.stream import stream_decode
 values = json.loads(sys.argv[1])
 types = dict.fromkeys(["heads", "cos_sin", "norm", "sinks", "pool", "out"], "*bf16")
-types |= dict.fromkeys(["parts", "stats"], "*fp32")
+types |= {"pool": sys.argv[3]} | dict.fromkeys(["parts", "stats"], "*fp32")
 types |= dict.fromkeys(["slots", "blocks", "rows", "lengths"], "*i64") | {"counters": "*i32"}
-types |= {"eps": "fp32", "scale": "fp32", "table_stride": "i32", "num_rows": "i32"} | dict.fromkeys(values, "constexpr")
+types |= dict.fromkeys(["eps", "scale", "k_unit", "v_unit"], "fp32") | {"table_stride": "i32", "num_rows": "i32"}
+types |= dict.fromkeys(values, "constexpr")
 names = stream_decode.arg_names
 aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind[0] == "*"}
 source = GluonASTSource(stream_decode, types, values, aligned)
@@ -55,14 +56,18 @@ def specs(num_heads: int, num_kv_heads: int, head_dim: int) -> list[AttentionSpe
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "options"),
+    ("name", "sizes", "options", "pool"),
     [
-        ("0.6B", FEW_ROWS, "plain"),
-        *((name, MANY_ROWS, "plain") for name in HEADS),
-        ("8B", FEW_ROWS, "all options"),
+        ("0.6B", FEW_ROWS, "plain", "bf16"),
+        *((name, MANY_ROWS, "plain", "bf16") for name in HEADS),
+        ("8B", FEW_ROWS, "all options", "bf16"),
+        ("8B", NARROW, "plain", "fp8e4nv"),
+        ("SmolLM2", NARROW, "all options", "fp8e4nv"),
     ],
 )
-def test_keys_are_under_way_before_the_wait_and_nothing_is_written(name: str, sizes: StreamSizes, options: str) -> None:
+def test_keys_are_under_way_before_the_wait_and_nothing_is_written(
+    name: str, sizes: StreamSizes, options: str, pool: str
+) -> None:
     num_kv_heads, group, head_dim, norm = HEADS[name]
     values = {
         "NUM_KV": num_kv_heads, "GROUP": group, "GROUP_2": 1 << (group - 1).bit_length(), "HEAD_DIM": head_dim,
@@ -71,7 +76,7 @@ def test_keys_are_under_way_before_the_wait_and_nothing_is_written(name: str, si
     }  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     ran = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(values), str(sizes.num_warps)],
+        [sys.executable, "-c", COMPILE, json.dumps(values), str(sizes.num_warps), f"*{pool}"],
         env=environment,
         capture_output=True,
         text=True,
@@ -80,7 +85,8 @@ def test_keys_are_under_way_before_the_wait_and_nothing_is_written(name: str, si
     assert ran.returncode == 0, ran.stderr[-2000:]
     made = json.loads(ran.stdout)
     before, after, _ = made["ptx"].split("griddepcontrol.wait")  # the last is of programs without a share
-    copies_of_a_tile = 2 * 16 * head_dim * 2 // 16 // 32  # keys and values of a block, 16 bytes a lane
+    number_bytes = 1 if pool == "fp8e4nv" else 2
+    copies_of_a_tile = 2 * 16 * head_dim * number_bytes // 16 // 32  # keys and values of a block, 16 bytes a lane
     assert len(re.findall(r"cp\.async\.c[ag]", before)) == (sizes.num_stages - 1) * copies_of_a_tile
     assert not re.search(r"st\.global|atom\.|\bred\.(global|relaxed)", before)
     assert before.count("griddepcontrol.launch_dependents") == 1
@@ -94,6 +100,7 @@ def test_keys_are_under_way_before_the_wait_and_nothing_is_written(name: str, si
     [
         (9, torch.bfloat16, 128, 16, 16, True),
         (9, torch.float16, 64, 4, 16, True),
+        (9, torch.float8_e4m3fn, 128, 16, 16, True),
         (9, torch.bfloat16, 128, 32, 16, True),
         (0, torch.bfloat16, 128, 16, 16, False),
         (8, torch.bfloat16, 128, 16, 16, False),
@@ -116,7 +123,8 @@ def test_what_it_is_for(
     monkeypatch.setattr(attention, "generation", lambda: generation)
     pools = [torch.zeros(4, 8, head_dim, dtype=dtype)]
     found = TritonAttention(pools, block_size, specs(num_heads, 4, head_dim), 8, 132)
-    assert [found.stream_sizes(count) for count in (8, 9)] == ([FEW_ROWS, MANY_ROWS] if expected else [None, None])
+    sizes = [NARROW, NARROW] if dtype == torch.float8_e4m3fn else [FEW_ROWS, MANY_ROWS]
+    assert [found.stream_sizes(count) for count in (8, 9)] == (sizes if expected else [None, None])
 
 
 def test_each_kv_head_has_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +145,7 @@ def test_a_triton_that_names_things_otherwise_has_none(
     assert TritonAttention(pools, 16, specs(16, 4, 128), 8, 132).stream_sizes(1) is None
 
 
-@pytest.mark.parametrize("sizes", [FEW_ROWS, MANY_ROWS])
+@pytest.mark.parametrize("sizes", [FEW_ROWS, MANY_ROWS, NARROW])
 def test_there_is_room_for_the_parts_of_all_programs(sizes: StreamSizes) -> None:
     """A program has two cells, each of the query heads of a KV head."""
     pools = [torch.zeros(4, 8, 128, dtype=torch.bfloat16)]

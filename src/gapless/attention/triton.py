@@ -30,7 +30,7 @@ PROGRAMS_A_CORE = 8  # most, when keys are split; half as many where there are m
 PROGRAMS_AHEAD = 2  # most per core for which they prefetch their first keys before they wait
 WARP_BYTES = 4096  # of queries, for each warp of a decode program
 MIN_GROUP = 16  # rows of a tile that the matrix units take
-STREAM_DTYPES = (torch.bfloat16, torch.float16)
+STREAM_DTYPES = (torch.bfloat16, torch.float16, FP8)
 STREAM_HEAD_DIMS = (64, 128)
 STREAM_PROGRAMS = 16  # of the kernel in Triton for each core, at most: what comes beyond was not measured
 CORES_A_HEAD = 4  # for each KV head of each row: from here on rows are few
@@ -61,6 +61,7 @@ class StreamSizes:
 
 FEW_ROWS = StreamSizes(num_warps=4, num_stages=4, programs_a_core=1, min_share=6)  # fewer parts of each to join
 MANY_ROWS = StreamSizes(num_warps=2, num_stages=4, programs_a_core=2, min_share=6)
+NARROW = StreamSizes(num_warps=4, num_stages=4, programs_a_core=2, min_share=6)  # FP8: half the memory, more to compute
 
 
 class TritonAttention:
@@ -133,6 +134,7 @@ class TritonAttention:
         if not self._streams or programs > STREAM_PROGRAMS * self._num_cores:
             return None
         sizes = FEW_ROWS if programs * CORES_A_HEAD <= self._num_cores else MANY_ROWS
+        sizes = NARROW if self.pools[0].dtype == FP8 else sizes
         return sizes if sizes.programs_a_core * self._num_cores >= self._num_kv_heads else None
 
     def num_splits(self, num_rows: int) -> int:
@@ -234,7 +236,7 @@ class TritonAttention:
         stream_decode[(sizes.programs_a_core * self._num_cores,)](
             heads, rotation.cos_sin, heads if norm is None else norm, heads if sinks is None else sinks,
             self.pools[layer], slots, table, batch.decode_rows, batch.decode_lengths, out, *self._scratch,
-            rotation.eps, options.scale, table.stride(0), count,
+            rotation.eps, options.scale, options.k_unit, options.v_unit, table.stride(0), count,
             NUM_KV=self._num_kv_heads, GROUP=self._group, GROUP_2=triton.next_power_of_2(self._group),
             HEAD_DIM=self._head_dim, LENGTHS=max(32, triton.next_power_of_2(count)), MIN_SHARE=sizes.min_share,
             NUM_STAGES=sizes.num_stages, HAS_NORM=norm is not None, **options.constants(has_sinks=sinks is not None),

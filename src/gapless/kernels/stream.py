@@ -23,6 +23,7 @@ from gapless.kernels.stream_ends import (
     finish,
     first_block,
     load_new,
+    operand_type,
     soft_capped,
     sync,
 )
@@ -114,11 +115,25 @@ def _request(
     async_copy.commit_group()
 
 
+@gluon.constexpr_function
+def _width(pool_type):
+    """Neighbours along the inner dimension that a thread holds: those of a register of the pool's numbers."""
+    return 32 // pool_type.primitive_bitwidth
+
+
+@gluon.constexpr_function
+def _ring_layout(row_bytes, pool_type):
+    """Rows of keys or values in shared memory, in pieces of 16 bytes that eight rows have in different banks."""
+    pieces = row_bytes // 16
+    vector = 128 // pool_type.primitive_bitwidth
+    return gl.SwizzledSharedLayout(vector, max(8 // pieces, 1), min(8, pieces), [2, 1, 0])
+
+
 @gluon.jit
-def _load_query(queries, MMA: gl.constexpr):
+def _load_query(queries, WIDTH: gl.constexpr, MMA: gl.constexpr):
     """The two halves of the queries, from shared memory, as the matrix units take them."""
     half: gl.constexpr = queries.shape[2] // 2
-    layout: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    layout: gl.constexpr = gl.DotOperandLayout(1, MMA, WIDTH)
     low = queries.slice(0, half, dim=2).permute([0, 2, 1]).load(layout)
     return low, queries.slice(half, half, dim=2).permute([0, 2, 1]).load(layout)
 
@@ -142,15 +157,17 @@ def _take_in(
     if WINDOW > 0:
         seen = seen & (spot >= floor)
     zero = gl.zeros([warps, BLOCK, NUM_COLUMNS], gl.float32, layout=MMA)
-    low = keys.index(stage).slice(0, half, dim=2).load(gl.DotOperandLayout(0, MMA, 2))
-    high = keys.index(stage).slice(half, half, dim=2).load(gl.DotOperandLayout(0, MMA, 2))
+    width: gl.constexpr = _width(keys.dtype)
+    wide: gl.constexpr = operand_type(keys.dtype)
+    low = keys.index(stage).slice(0, half, dim=2).load(gl.DotOperandLayout(0, MMA, width)).to(wide)
+    high = keys.index(stage).slice(half, half, dim=2).load(gl.DotOperandLayout(0, MMA, width)).to(wide)
     scores = (mma_v2(low, query[0], zero) + mma_v2(high, query[1], zero)) * scale  # two chains take half as long
     scores = soft_capped(scores, SOFT_CAP)
     scores = gl.where(seen[:, :, None], scores, -float("inf"))
     new_top = gl.maximum(top, gl.max(scores, axis=1))
     fade = gl.exp2(top - new_top)[:, None, :]
     weight = gl.exp2(scores - new_top[:, None, :])
-    v = values.index(stage).permute([0, 2, 1]).load(gl.DotOperandLayout(0, MMA, 2))
+    v = values.index(stage).permute([0, 2, 1]).load(gl.DotOperandLayout(0, MMA, 2)).to(wide)
     part = gl.convert_layout(weight.to(v.dtype), gl.DotOperandLayout(1, MMA, 2))
     return new_top, total * fade + weight, mma_v2(v, part, acc * fade)
 
@@ -158,7 +175,7 @@ def _take_in(
 @gluon.jit(do_not_specialize=["num_rows", "table_stride"])  # else some sizes are compiled for in the middle of work
 def stream_decode(
     heads, cos_sin, norm, sinks, pool, slots, blocks, rows, lengths, out, parts, stats, counters, eps, scale,
-    table_stride, num_rows,
+    k_unit, v_unit, table_stride, num_rows,
     NUM_KV: gl.constexpr, GROUP: gl.constexpr, GROUP_2: gl.constexpr, HEAD_DIM: gl.constexpr,
     LENGTHS: gl.constexpr, MIN_SHARE: gl.constexpr, NUM_STAGES: gl.constexpr, HAS_NORM: gl.constexpr,
     WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
@@ -168,9 +185,13 @@ def stream_decode(
     LENGTHS: a power of two of at least num_rows and 32. MIN_SHARE: fewest blocks of a share, if there are as many.
     """
     warps: gl.constexpr = gl.num_warps()
-    lanes: gl.constexpr = HEAD_DIM // 8  # for a row of 16-byte loads
+    dtype: gl.constexpr = pool.dtype.element_ty
+    wide_type: gl.constexpr = operand_type(dtype)
+    lanes: gl.constexpr = HEAD_DIM // 8  # for a row of 16-byte loads of a new token
+    piece: gl.constexpr = 128 // dtype.primitive_bitwidth  # numbers of 16 bytes of the pool
+    row_lanes: gl.constexpr = HEAD_DIM // piece
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
-    copy: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [warps, 1, 1], [2, 1, 0])
+    copy: gl.constexpr = gl.BlockedLayout([1, 1, piece], [1, 32 // row_lanes, row_lanes], [warps, 1, 1], [2, 1, 0])
     turn: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [1, warps, 1], [2, 1, 0])
     numbered: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
     wide: gl.constexpr = gl.BlockedLayout([warps, 1, 8], [1, 32, 1], [1, warps, 1], [2, 1, 0])
@@ -180,10 +201,10 @@ def stream_decode(
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     plain_2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    dtype: gl.constexpr = pool.dtype.element_ty
-    keys = gl.allocate_shared_memory(dtype, [NUM_STAGES, warps, BLOCK, HEAD_DIM], swizzled)
-    values = gl.allocate_shared_memory(dtype, [NUM_STAGES, warps, BLOCK, HEAD_DIM], swizzled)
-    queries = gl.allocate_shared_memory(dtype, [warps, NUM_COLUMNS, HEAD_DIM], swizzled)
+    in_ring: gl.constexpr = _ring_layout(HEAD_DIM * 16 // piece, dtype)
+    keys = gl.allocate_shared_memory(dtype, [NUM_STAGES, warps, BLOCK, HEAD_DIM], in_ring)
+    values = gl.allocate_shared_memory(dtype, [NUM_STAGES, warps, BLOCK, HEAD_DIM], in_ring)
+    queries = gl.allocate_shared_memory(wide_type, [warps, NUM_COLUMNS, HEAD_DIM], swizzled)
     joins = gl.allocate_shared_memory(gl.float32, [warps, HEAD_DIM, NUM_COLUMNS], plain)
     sums = gl.allocate_shared_memory(gl.float32, [2, warps, NUM_COLUMNS], plain_2)
 
@@ -222,11 +243,11 @@ def stream_decode(
             first = block
             last = gl.minimum(num_blocks, block + left)
             softmax = begin(
-                new, pool, queries, head, has_new, eps, scale,
+                new, pool, queries, head, has_new, eps, scale, k_unit, v_unit,
                 NUM_KV, HEAD_DIM, HAS_NORM, SOFT_CAP, HAS_SINKS, turn, mma,
             )  # fmt: skip
             sync()
-            query = _load_query(queries, mma)
+            query = _load_query(queries, _width(dtype), mma)
             known = gl.minimum(length - 1, last * BLOCK)
             while block < last:
                 async_copy.wait_group(NUM_STAGES - 2)
@@ -253,8 +274,8 @@ def stream_decode(
             unseen = first_block(length, WINDOW)
             finish(
                 out, parts, stats, counters, joins, sums, softmax, row, head, unit - (first - unseen),
-                num_blocks - unseen, first - unseen, last - unseen, share,
-                NUM_KV, GROUP, GROUP_2, HEAD_DIM, wide, join,
+                num_blocks - unseen, first - unseen, last - unseen, share, v_unit,
+                NUM_KV, GROUP, GROUP_2, HEAD_DIM, dtype, wide, join,
             )  # fmt: skip
             unit += last - first
             row += 1

@@ -30,6 +30,28 @@ def first_block(length, WINDOW: gl.constexpr):
     return first
 
 
+@gluon.constexpr_function
+def operand_type(pool_type):
+    """What the matrix units multiply. float16 has all numbers of FP8, and one instruction makes two of them."""
+    return gl.float16 if pool_type.is_fp8() else pool_type
+
+
+@gluon.jit
+def _stored(x, unit, TYPE: gl.constexpr):
+    """Numbers as the pool has them; the largest of FP8 stands for larger ones."""
+    if TYPE.is_fp8():
+        x = x.to(gl.float32) / unit
+    return x.to(TYPE)
+
+
+@gluon.jit
+def _in_units(x, unit, TYPE: gl.constexpr):
+    """A weighted sum of values of the pool as numbers of the model."""
+    if TYPE.is_fp8():
+        x = x * unit
+    return x
+
+
 @gluon.jit
 def soft_capped(scores, CAP: gl.constexpr):
     """As in kernels/soft_cap."""
@@ -102,7 +124,7 @@ def load_new(
 
 @gluon.jit
 def begin(
-    loaded, pool, queries, kv_head, has_new, eps, scale,
+    loaded, pool, queries, kv_head, has_new, eps, scale, k_unit, v_unit,
     NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr, SOFT_CAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, LAYOUT: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
@@ -118,17 +140,18 @@ def begin(
     cos = cos.to(gl.float32)
     sin = sin.to(gl.float32)
     dtype: gl.constexpr = pool.dtype.element_ty
-    query = _turned(loaded_queries, cos, sin, eps, HEAD_DIM, HAS_NORM).to(dtype)
+    wide: gl.constexpr = operand_type(dtype)
+    query = _turned(loaded_queries, cos, sin, eps, HEAD_DIM, HAS_NORM).to(wide)
     copies = gl.arange(0, warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-    queries.store(gl.where(copies >= 0, gl.expand_dims(query, 0), 0.0).to(dtype))
+    queries.store(gl.where(copies >= 0, gl.expand_dims(query, 0), 0.0).to(wide))
 
-    key = _turned(loaded_key, cos, sin, eps, HEAD_DIM, HAS_NORM).to(dtype)
+    key = _stored(_turned(loaded_key, cos, sin, eps, HEAD_DIM, HAS_NORM), k_unit, dtype)
     member = gl.arange(0, NUM_COLUMNS, layout=gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT)))
     dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
     once = ((member == 0)[:, None] & (dim < HEAD_DIM)[None, :]) & has_new
     at = pool + (new_slot * 2 * NUM_KV + kv_head) * HEAD_DIM + (member * 0)[:, None] + dim[None, :]
     gl.store(at, key, mask=once)
-    gl.store(at + NUM_KV * HEAD_DIM, value.to(dtype), mask=once)
+    gl.store(at + NUM_KV * HEAD_DIM, _stored(value, v_unit, dtype), mask=once)
 
     score = soft_capped(gl.sum(query.to(gl.float32) * key.to(gl.float32), axis=1) * scale, SOFT_CAP)
     score = gl.convert_layout(score, gl.SliceLayout(0, per_head))
@@ -146,7 +169,7 @@ def begin(
     total = gl.zeros([warps, BLOCK, NUM_COLUMNS], gl.float32, layout=MMA)
     total = gl.where((takes[:, None] & (slot == 0)[None, :])[:, :, None], whole, total)
     acc = gl.zeros([warps, HEAD_DIM, NUM_COLUMNS], gl.float32, layout=MMA)
-    new_value = acc_value.to(gl.float32)[None, :, None]
+    new_value = _stored(acc_value, v_unit, dtype).to(gl.float32)[None, :, None]
     if HAS_SINKS:
         new_value = new_value * share
     acc = gl.where(takes[:, None, None], new_value, acc)
@@ -155,8 +178,9 @@ def begin(
 
 @gluon.jit
 def _join_parts(
-    out, parts, stats, first_sharer, kv_head, split_cell, num_parts,
-    NUM_KV: gl.constexpr, GROUP: gl.constexpr, GROUP_2: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr,
+    out, parts, stats, first_sharer, kv_head, split_cell, num_parts, v_unit,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, GROUP_2: gl.constexpr, HEAD_DIM: gl.constexpr, TYPE: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Add up the parts of one row's head that several programs left, always in the same order."""
     per_head: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
@@ -184,7 +208,7 @@ def _join_parts(
         best = new_best
     row = gl.arange(0, GROUP_2, layout=per_row)
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
-    result = (joined / gl.convert_layout(whole, per_row)[:, None]).to(out.dtype.element_ty)
+    result = _in_units(joined / gl.convert_layout(whole, per_row)[:, None], v_unit, TYPE).to(out.dtype.element_ty)
     mask = (row < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
     gl.store(out + (row * HEAD_DIM)[:, None] + column[None, :], result, mask=mask)
 
@@ -192,13 +216,14 @@ def _join_parts(
 @gluon.jit
 def finish(
     out, parts, stats, counters, values, sums, softmax, row, kv_head, row_unit, num_blocks, first, last, share,
-    NUM_KV: gl.constexpr, GROUP: gl.constexpr, GROUP_2: gl.constexpr, HEAD_DIM: gl.constexpr,
+    v_unit,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, GROUP_2: gl.constexpr, HEAD_DIM: gl.constexpr, TYPE: gl.constexpr,
     WIDE: gl.constexpr, JOIN: gl.constexpr,
 ):  # fmt: skip
     """Join the warps. A whole row goes to `out`; a piece is left for the last program to finish one of this row.
 
     first, last: the blocks of the piece, of the row's num_blocks. row_unit: the row's place among all blocks.
-    values [warp, HEAD_DIM, query head] and sums [2, warp, query head] are shared memory for this.
+    TYPE: of the pool. values [warp, HEAD_DIM, query head] and sums [2, warp, query head] are shared memory for this.
     """
     top, total, acc = softmax
     sums.index(0).store(top)
@@ -218,7 +243,7 @@ def finish(
     mask = (member < GROUP)[None, :] & (dim < HEAD_DIM)[:, None]
     out_at = out + (row * NUM_KV + kv_head) * GROUP * HEAD_DIM
     if (first == 0) & (last == num_blocks):
-        result = acc / gl.convert_layout(whole, per_dim)[None, :]
+        result = _in_units(acc / gl.convert_layout(whole, per_dim)[None, :], v_unit, TYPE)
         gl.store(out_at + at, result.to(out.dtype.element_ty), mask=mask)
     else:
         first_sharer = row_unit // share
@@ -235,6 +260,6 @@ def finish(
         if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
             gl.store(counter, 0)  # ready for the next layer
             _join_parts(
-                out_at, parts, stats, first_sharer, kv_head, split_cell, num_parts,
-                NUM_KV, GROUP, GROUP_2, HEAD_DIM, JOIN,
+                out_at, parts, stats, first_sharer, kv_head, split_cell, num_parts, v_unit,
+                NUM_KV, GROUP, GROUP_2, HEAD_DIM, TYPE, JOIN,
             )  # fmt: skip
