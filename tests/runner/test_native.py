@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gapless import LLM, SamplingParams
 from gapless.attention.base import Rotation
@@ -24,7 +26,7 @@ from gapless.core.row_fields import SEAT_WORDS, need
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.errors import ConfigError
 from gapless.models.config import ModelConfig
-from gapless.models.loader import load_config, load_model
+from gapless.models.loader import load_config, load_model, open_weights
 from gapless.models.source import resolve
 from gapless.native import library
 from gapless.runner import native
@@ -170,6 +172,49 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     found = Bench(load_native(tmp_path, torch.bfloat16)).step(Feed(0, 0, TOKENS))[0]
     torch_error = (dense_logits(tmp_path, TOKENS, torch.bfloat16)[-1] - expected).abs().mean()
     assert (found - expected).abs().mean() < 1.2 * torch_error
+
+
+LENT = ("gqa", "odd sizes, tied", "all biases", "experts")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", LENT)
+def test_no_bit_depends_on_whether_weights_are_packed_yet(
+    tmp_path: Path, variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny(tmp_path, **VARIANTS[variant])
+    weights = tmp_path / "model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(weights).items()}, weights)
+    source = resolve(tmp_path)
+    read = open_weights(source, load_config(source), dtype=dtype, device=torch.device("cpu"))  # copies
+    expected = Bench(NativeModel(load_config(source), read)).step(Feed(0, 0, TOKENS))[0]
+    pack = library.load_library().gapless_pack_lent
+    monkeypatch.setattr(library.load_library(), "gapless_pack_lent", lambda model: 0)
+    model = load_native(tmp_path, dtype)
+    bench = Bench(model)
+    assert model.num_unpacked > 4
+    for num_tokens in (100, 1, 20):
+        found = bench.step(Feed(num_tokens % 7, 0, TOKENS[:num_tokens]))[0]
+        if num_tokens == 100:
+            assert torch.equal(found, expected)
+    assert bench.runner.ledger[native.UNPACKED] == 3
+    monkeypatch.undo()
+    assert pack(model.handle) == 0
+    until = time.monotonic() + 20
+    while model.num_unpacked and time.monotonic() < until:
+        assert torch.equal(bench.step(Feed(0, 0, TOKENS))[0], expected)
+    assert model.num_unpacked == 0
+    assert torch.equal(bench.step(Feed(0, 0, TOKENS))[0], expected)
+    counted = bench.runner.ledger[native.UNPACKED]
+    bench.step(Feed(0, 0, TOKENS))
+    assert bench.runner.ledger[native.UNPACKED] == counted
+
+
+def test_a_model_may_go_while_it_is_packed(tmp_path: Path) -> None:
+    write_tiny(tmp_path, vocab_size=20_000, hidden_size=256, head_dim=64)
+    for _ in range(3):
+        model = load_native(tmp_path)
+        del model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

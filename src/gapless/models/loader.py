@@ -25,6 +25,7 @@ from gapless.models.gguf_file import GGUFFile
 from gapless.models.gguf_scheme import KINDS
 from gapless.models.layers import PLAIN, Layers
 from gapless.models.linear import plain
+from gapless.models.mapped_scheme import mapped as mapped_weight
 from gapless.models.mxfp4 import BLOCKS, Mxfp4Scheme, Mxfp4Weights, are_powers
 from gapless.models.part_weights import PartWeights, divisible
 from gapless.models.reader import ReadWeight
@@ -129,10 +130,12 @@ def open_weights(
     keeps_mxfp4: bool = False,
     progress: LoadProgress | None = None,
     stored: bool = False,
+    mapped: bool = False,
 ) -> ReadWeight:
     """All weights are there and have the config's shapes; the function reads one by its name.
 
     stored: matrices of a GGUF come as they are stored, if `why_not_stored` has no reason against it.
+    mapped: matrices of safetensors that have the dtype already stay where the file is mapped.
     """
     expected = weight_shapes(config if config.shard is None else config.shard.whole)
     weights = _open_source(source, config, expected, dtype, device, load_format, seed)
@@ -146,6 +149,7 @@ def open_weights(
     checks = load_format != "dummy"
     reader = _Reader(weights, len(expected), dtype, device, progress, checks=checks, stored=kept)
     reader.narrow(scheme, chosen, Mxfp4Scheme(dtype) if keeps_mxfp4 and quantization != "none" else None)
+    reader.keeps_mapped = mapped
     return reader
 
 
@@ -213,6 +217,7 @@ class _Reader:
         self._scheme: Fp8Scheme | None = None
         self._mxfp4: Mxfp4Scheme | None = None
         self._chosen: Collection[str] = ()
+        self.keeps_mapped = False
         self._sums: dict[str, Tensor] = {}  # [] on the device; finite only if every value is
 
     def narrow(self, scheme: Fp8Scheme | None, chosen: Collection[str], mxfp4: Mxfp4Scheme | None) -> None:
@@ -249,10 +254,13 @@ class _Reader:
         if self._mxfp4 is not None and isinstance(weights, Mxfp4Weights) and weights.is_narrow(name):
             blocks, powers = (part.to(self._device) for part in weights.read_stored(name))
             return Weight(blocks, self._mxfp4, powers), torch.where(are_powers(powers), 0.0, torch.inf)
-        tensor = weights.read(name).to(device=self._device, dtype=self._dtype)
+        found = weights.read(name)
+        tensor = found.to(device=self._device, dtype=self._dtype)
         if self._scheme is not None and name in self._chosen:
             return Weight(tensor, self._scheme), tensor.sum()
-        return plain(tensor), tensor.sum()
+        is_mapped = isinstance(weights, SafetensorsWeights) and weights.is_mapped(name) and tensor is found
+        stays = self.keeps_mapped and is_mapped and tensor.dim() == 2
+        return (mapped_weight(tensor) if stays else plain(tensor)), tensor.sum()
 
     def _check_values(self) -> None:
         """Refuse NaN and infinite weights. A sum may overflow, so whatever it points at is looked at again."""

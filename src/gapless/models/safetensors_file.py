@@ -60,11 +60,15 @@ class SafetensorsFile:
         except RuntimeError as error:
             raise CapacityError(f"{path}: cannot be mapped ({str(error).splitlines()[0]})") from error
 
+    def is_mapped(self, name: str) -> bool:
+        """Whether the tensor is read where it lies: a tensor must begin at a multiple of its numbers' size."""
+        return self.tensors[name].start % TYPES[self.tensors[name].kind].itemsize == 0
+
     def read(self, name: str) -> Tensor:
-        """The tensor. It lies in the mapping: its pages are the file's, until they are written to."""
+        """The tensor, in the mapping: its pages are the file's, until they are written to. Or a copy."""
         stored = self.tensors[name]
         kind = TYPES[stored.kind]
-        if stored.start % kind.itemsize == 0:
+        if self.is_mapped(name):
             place = stored.start // kind.itemsize
             return torch.empty(0, dtype=kind).set_(self._storage, place, stored.shape)  # type: ignore[call-overload, no-any-return]
         raw = torch.empty(0, dtype=torch.uint8).set_(self._storage, stored.start, (stored.end - stored.start,))  # type: ignore[call-overload]

@@ -69,9 +69,13 @@ class SafetensorsWeights:
         return name if name.startswith(("lm_head.", self._left_out)) else self._left_out + name
 
     def read(self, name: str) -> Tensor:
-        """It lies in the mapping of its file."""
+        """It lies in the mapping of its file, if it can."""
         stored = self._stored(name)
         return self._files[stored].read(stored)
+
+    def is_mapped(self, name: str) -> bool:
+        stored = self._stored(name)
+        return self._files[stored].is_mapped(stored)
 
     def read_stretch(self, name: str, axis: int, begin: int, end: int) -> Tensor:
         """A part of a tensor; the rest of it is not read."""

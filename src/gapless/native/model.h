@@ -1,10 +1,14 @@
 // The weights of one model, packed for `product`. Filled once, part by part; read-only from then on, by any number of
-// engines. Owns its memory.
+// engines, but for weights that are lent: a thread of the model's own packs them one after the other. Owns its memory.
 #pragma once
 
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <new>
+#include <thread>
 #include <vector>
 
 #include "experts.h"
@@ -62,10 +66,11 @@ struct Norm {
     float *weight = nullptr, *bias = nullptr;
 };
 
-// Memory in large pieces on large pages, one weight after the other in the order of use.
+// Memory in large pieces, one weight after the other in the order of use. It is on large pages, whose first touch takes as
+// long as that of hundreds of small ones: vectors have an arena of their own, so that matrices may be touched later.
 class Arena {
   public:
-    Arena() = default;
+    Arena(size_t piece_size, bool has_large_pages) : piece_size_(piece_size), has_large_pages_(has_large_pages) {}
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
 
@@ -89,15 +94,17 @@ class Arena {
     };
 
     void add(size_t least) {
-        const size_t size = std::max(least, (size_t)64 << 20);
+        const size_t size = std::max(least, piece_size_);
         void* start = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (start == MAP_FAILED) throw std::bad_alloc();
 #if defined(MADV_HUGEPAGE)
-        madvise(start, size, MADV_HUGEPAGE);
+        if (has_large_pages_) madvise(start, size, MADV_HUGEPAGE);
 #endif
         pieces_.push_back({(char*)start, size, 0});
     }
 
+    const size_t piece_size_;
+    const bool has_large_pages_;
     std::vector<Piece> pieces_;
 };
 
@@ -120,19 +127,21 @@ template <class T>
 class Model {
   public:
     typedef typename T::Weight Weight;
+    static constexpr int PATIENCE = 10;  // of the thread that packs: steps that run meanwhile go first
     static constexpr bool QUANTIZED = std::is_same_v<T, Quantized>;
 
     Model(const Shape& shape, const LayerShape* layer_shapes) : shape(shape), layers(shape.num_layers) {
         const int hidden = shape.hidden_size, inner = shape.inner_size;
         if (!shape.tied) make_table();
+        zeros_ = vectors_.take<Weight>(std::max({hidden, inner, shape.q_size()}));
         if (shape.num_positions) places = arena_.take<Weight>((long)shape.num_positions * hidden);
         for (Layer<T>& layer : layers) {
             layer.shape = *layer_shapes++;
             if (shape.norm_before) make(layer.first_norm);
             make(layer.qkv, shape.qkv_size(), hidden);
-            layer.q_norm = arena_.take<float>(shape.q_size());
-            layer.k_norm = arena_.take<float>(shape.kv_size());
-            layer.sinks = layer.shape.has_sinks ? arena_.take<float>(shape.num_heads) : nullptr;
+            layer.q_norm = vectors_.take<float>(shape.q_size());
+            layer.k_norm = vectors_.take<float>(shape.kv_size());
+            layer.sinks = layer.shape.has_sinks ? vectors_.take<float>(shape.num_heads) : nullptr;
             make(layer.out, hidden, shape.q_size());
             if (shape.norm_after) make(layer.first_after);
             if (shape.norm_before) make(layer.second_norm);
@@ -162,11 +171,45 @@ class Model {
             auto take = [&](long size) { return arena_.take<uint8_t>(size); };
             linear.pack(kind, (const uint8_t*)data, num_outputs, take, place);
         } else {
-            for (int n = 0; n < num_outputs; n++) {
-                const Weight* row = (const Weight*)data + (long)n * linear.num_inputs;
-                for (int k = 0; k < linear.num_inputs; k++) *linear.at(place(n), (first + n) % LANES, k) = row[k];
-            }
+            const Weight* from = (const Weight*)data;
+            put_rows(linear, part, first, num_outputs, [&](int n) { return from + (long)n * linear.num_inputs; });
+            linear.pack_rows([] { return false; });
+            linear.rows.clear();
         }
+    }
+
+    // The same rows where they lie, each in memory that is mapped from a file and stays so while the model lives. They are
+    // packed later, by `pack_lent`.
+    void lend_matrix(int part, int layer, const int64_t* rows, int num_outputs, int first) {
+        if constexpr (!QUANTIZED) {
+            if (part == EMBEDDING) {
+                table = (Weight*)rows[0];
+                return;
+            }
+            Linear<T>& linear = product(part, layer);
+            put_rows(linear, part, first, num_outputs, [&](int n) { return (const Weight*)rows[n]; });
+            if (lent_.empty() || lent_.back() != &linear) lent_.push_back(&linear);
+            num_unpacked = lent_.size();
+        }
+    }
+
+    // Packs what is lent, in the order in which it came, and gives its pages back. Products go on meanwhile.
+    void pack_lent() {
+        if constexpr (!QUANTIZED)
+            packer_ = std::thread([this] {
+                setpriority(PRIO_PROCESS, gettid(), PATIENCE);
+                for (Linear<T>* linear : lent_) {
+                    linear->pack_rows([this] { return stopping_.load(std::memory_order_relaxed); });
+                    if (stopping_) return;
+                    give_back(linear->rows, linear->num_inputs * sizeof(Weight));
+                    num_unpacked--;
+                }
+            });
+    }
+
+    ~Model() {
+        stopping_ = true;
+        if (packer_.joinable()) packer_.join();
     }
 
     // A token's row of the embedding.
@@ -174,7 +217,7 @@ class Model {
         if constexpr (QUANTIZED) {
             (shape.tied ? head : lookup).read(id / LANES, id % LANES, out);
         } else if (table == nullptr) {
-            for (int k = 0; k < shape.hidden_size; k++) out[k] = to_float(*head.at(id / LANES, id % LANES, k));
+            for (int k = 0; k < shape.hidden_size; k++) out[k] = to_float(head.at(id / LANES, id % LANES, k));
         } else {
             for (int k = 0; k < shape.hidden_size; k++) out[k] = to_float(table[id * shape.hidden_size + k]);
         }
@@ -187,7 +230,7 @@ class Model {
             return;
         }
         Linear<T>& linear = product(part, layer);
-        if (linear.bias == nullptr) linear.bias = arena_.take<float>(linear.num_panels * LANES);
+        if (linear.bias == nullptr) linear.bias = vectors_.take<float>(linear.num_panels * LANES);
         for (int n = 0; n < count; n++)
             linear.bias[panel_of(part, first + n) * LANES + (first + n) % LANES] = data[n];
     }
@@ -199,16 +242,38 @@ class Model {
     Weight* table = nullptr;  // the embedding [vocab_size, hidden_size] where it is neither
     Weight* places = nullptr;  // [num_positions, hidden_size], or none
     Norm last_norm;
+    std::atomic<int> num_unpacked{0};  // products whose weights are lent still
 
   private:
+    template <class Row>
+    void put_rows(Linear<T>& linear, int part, int first, int count, Row row) {
+        linear.rows.resize((long)linear.num_panels * LANES);
+        linear.zeros = zeros_;
+        for (int n = 0; n < count; n++)
+            linear.rows[(long)panel_of(part, first + n) * LANES + (first + n) % LANES] = row(n);
+    }
+
+    // Whole pages of mapped rows are dropped; who still reads them gets them from the file again.
+    static void give_back(const std::vector<const Weight*>& rows, long row_size) {
+        const uintptr_t page = sysconf(_SC_PAGESIZE);
+        for (size_t i = 0; i < rows.size();) {
+            const uintptr_t start = (uintptr_t)rows[i];
+            uintptr_t end = start;
+            for (; i < rows.size() && (uintptr_t)rows[i] == end; i++) end += row_size;
+            if (end == start) i++;
+            const uintptr_t from = (start + page - 1) / page * page, to = end / page * page;
+            if (start != 0 && from < to) madvise((void*)from, to - from, MADV_DONTNEED);
+        }
+    }
+
     void make(Norm& norm) {
-        norm.weight = arena_.take<float>(shape.hidden_size);
-        if (shape.layer_norm) norm.bias = arena_.take<float>(shape.hidden_size);  // zero where there is none
+        norm.weight = vectors_.take<float>(shape.hidden_size);
+        if (shape.layer_norm) norm.bias = vectors_.take<float>(shape.hidden_size);  // zero where there is none
     }
 
     void make(Linear<T>& linear, int num_outputs, int num_inputs, int num_panels = 0) {
         linear.shape(num_outputs, num_inputs, num_panels ? num_panels : panels(num_outputs));
-        if constexpr (!QUANTIZED) linear.weights = arena_.take<Weight>(linear.num_weights());
+        if constexpr (!QUANTIZED) linear.memory = arena_.take<Weight>(linear.num_weights());
     }
 
     void make_table() {
@@ -268,7 +333,12 @@ class Model {
         return part == UP || part == EXPERT_UP ? 2 * panel + 1 : panel;
     }
 
-    Arena arena_;
+    Arena arena_{64 << 20, true};
+    Arena vectors_{1 << 20, false};
+    const Weight* zeros_ = nullptr;
+    std::vector<Linear<T>*> lent_;
+    std::thread packer_;
+    std::atomic<bool> stopping_{false};
 };
 
 }  // namespace gapless

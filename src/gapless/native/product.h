@@ -7,6 +7,8 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <vector>
 
 #include "vec.h"
 
@@ -60,12 +62,49 @@ struct Bfloat16 {  // the weights stay small in memory and are widened as they a
 };
 #endif
 
+// A square of 16 by 16: number i of row j becomes number j of row i. Rows of `from` lie anywhere.
+inline void transpose(const uint32_t* const* from, long k, uint32_t* to) {
+#if defined(__AVX512F__)
+    __m512i a[LANES], b[LANES];
+    for (int i = 0; i < LANES; i++) a[i] = _mm512_loadu_si512(from[i] + k);
+    for (int i = 0; i < LANES; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]), a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]), a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {  // a[4 j + i]: number i of every quarter, of rows 4 j to 4 j + 3
+        b[i] = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88), b[4 + i] = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd);
+        b[8 + i] = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
+        b[12 + i] = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        _mm512_storeu_si512(to + i * LANES, _mm512_shuffle_i32x4(b[i], b[8 + i], 0x88));
+        _mm512_storeu_si512(to + (4 + i) * LANES, _mm512_shuffle_i32x4(b[4 + i], b[12 + i], 0x88));
+        _mm512_storeu_si512(to + (8 + i) * LANES, _mm512_shuffle_i32x4(b[i], b[8 + i], 0xdd));
+        _mm512_storeu_si512(to + (12 + i) * LANES, _mm512_shuffle_i32x4(b[4 + i], b[12 + i], 0xdd));
+    }
+#else
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < LANES; j++) memcpy(to + j * LANES + i, from[i] + k + j, sizeof(uint32_t));
+#endif
+}
+
 // Weights of `num_outputs` by `num_inputs`, packed: [panels][depth / STEP][16][STEP]. Panels past the outputs are zero.
+// Until they are packed, rows of the host's memory are lent, and a product packs the panels that it is about to use: the
+// same numbers in the same places, so that it makes no difference to the result.
 template <class T>
 struct Linear {
+    typedef typename T::Weight Weight;
+
     int num_outputs = 0, num_inputs = 0, num_panels = 0;
     int depth = 0;  // num_inputs in whole steps
-    typename T::Weight* weights = nullptr;
+    Weight* weights = nullptr;  // null: not packed yet. Written while others read: by `publish` alone
+    Weight* memory = nullptr;   // where they are packed
+    std::vector<const Weight*> rows;  // lent: [num_panels * 16], null where there is no output; or none
+    const Weight* zeros = nullptr;    // for those: [num_inputs]
     float* bias = nullptr;  // [num_panels * 16], or none
 
     void shape(int outputs, int inputs, int panels) {
@@ -74,9 +113,52 @@ struct Linear {
     }
 
     long num_weights() const { return (long)num_panels * LANES * depth; }
+    long panel_size() const { return (long)LANES * depth; }
 
-    typename T::Weight* at(int panel, int lane, int k) const {
-        return weights + ((long)panel * depth + k / T::STEP * T::STEP) * LANES + lane * T::STEP + k % T::STEP;
+    const Weight* packed() const { return std::atomic_ref(const_cast<Weight*&>(weights)).load(std::memory_order_acquire); }
+    void publish() { std::atomic_ref(weights).store(memory, std::memory_order_release); }
+
+    // A number, packed or lent.
+    Weight at(int panel, int lane, int k) const {
+        const Weight* from = packed();
+        if (from == nullptr) return rows[(long)panel * LANES + lane][k];
+        return from[((long)panel * depth + k / T::STEP * T::STEP) * LANES + lane * T::STEP + k % T::STEP];
+    }
+
+    // `count` panels from `panel` on, packed where they are or to `scratch`.
+    const Weight* panels_at(int panel, int count, std::vector<Weight>& scratch) const {
+        if (const Weight* all = packed()) return all + panel * panel_size();
+        scratch.resize(std::max<size_t>(scratch.size(), count * panel_size()));
+        for (int n = 0; n < count; n++) pack(panel + n, scratch.data() + n * panel_size());
+        return scratch.data();
+    }
+
+    // Panels of lent rows, all of them unless told to stop; others keep what they have.
+    template <class Stop>
+    void pack_rows(Stop stop) {
+        for (int panel = 0; panel < num_panels; panel++) {
+            if (stop()) return;
+            const auto first = rows.begin() + (long)panel * LANES;
+            if (std::any_of(first, first + LANES, [](const Weight* row) { return row != nullptr; }))
+                pack(panel, memory + panel * panel_size());
+        }
+        publish();
+    }
+
+    // One panel of lent rows.
+    void pack(int panel, Weight* to) const {
+        const Weight* from[LANES];
+        for (int lane = 0; lane < LANES; lane++) {
+            const Weight* row = rows[(long)panel * LANES + lane];
+            from[lane] = row == nullptr ? zeros : row;
+        }
+        int k = 0;
+        if constexpr (T::STEP * sizeof(Weight) == sizeof(uint32_t))
+            for (; k + LANES * T::STEP <= num_inputs; k += LANES * T::STEP)
+                transpose((const uint32_t* const*)&from[0], k / T::STEP, (uint32_t*)(to + (long)k * LANES));
+        for (; k < depth; k++)
+            for (int lane = 0; lane < LANES; lane++)
+                to[((long)k / T::STEP * LANES + lane) * T::STEP + k % T::STEP] = k < num_inputs ? from[lane][k] : Weight{};
     }
 };
 
@@ -159,16 +241,17 @@ struct TileShapes {
     }
 };
 
-// The tiles of `count` panels for a few rows; returns for how many rows a tile has room.
+// The tiles of `count` panels, whose weights begin here, for a few rows; returns for how many rows a tile has room.
 template <class T>
 int run_tiles(
-    const Linear<T>& linear, int rows, const typename T::Input* x, long x_stride, int panel, int count, float* sums
+    const Linear<T>& linear, const typename T::Weight* weights, int rows, const typename T::Input* x, long x_stride,
+    int, int count, float* sums
 ) {
     const Kernel<T>& kernel = kernel_for<T>(rows);
     for (int n = 0; n < count;) {
         const bool fits = n + kernel.num_panels <= count;
         (fits ? kernel.many : kernel.one)(
-            x, x_stride, linear.weights + (long)(panel + n) * linear.depth * LANES, linear.depth,
+            x, x_stride, weights + n * linear.panel_size(), linear.depth,
             sums + n * kernel.num_rows * LANES
         );
         n += fits ? kernel.num_panels : 1;
@@ -211,13 +294,15 @@ struct Cut {
 template <class T, class Done>
 void multiply(const Linear<T>& linear, const Cut<T>& cut, int unit, const typename T::Input* x, long x_stride, Done done) {
     alignas(64) float sums[MOST_PANELS * MOST_TILE_ROWS * LANES];
+    static thread_local std::vector<typename T::Weight> scratch;
     const int first_row = unit / cut.num_runs * cut.block, end_row = std::min(cut.num_rows, first_row + cut.block);
     const int first = unit % cut.num_runs * cut.run, end = std::min(linear.num_panels, first + cut.run);
     for (int panel = first; panel < end; panel += cut.group) {
         const int count = std::min(cut.group, end - panel);
+        const typename T::Weight* weights = linear.panels_at(panel, count, scratch);
         for (int row = first_row; row < end_row; row += cut.tile_rows) {
             const int rows = std::min(cut.tile_rows, end_row - row);
-            const int room = run_tiles(linear, rows, x + row * x_stride, x_stride, panel, count, sums);
+            const int room = run_tiles(linear, weights, rows, x + row * x_stride, x_stride, panel, count, sums);
             done(row, rows, panel, count, sums, room);
         }
     }

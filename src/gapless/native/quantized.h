@@ -226,6 +226,9 @@ struct Linear<Quantized> {
         panels.assign(count + MOST_PANELS, nullptr), kinds.assign(count, 0);
     }
 
+    // Panels may lie anywhere; `run_tiles` finds them.
+    const float* panels_at(int, int, std::vector<float>&) const { return nullptr; }
+
     // The numbers of one output.
     void read(int panel, int lane, float* out) const {
         with_kind(kinds[panel], [&](auto stored) {
@@ -269,7 +272,7 @@ struct Linear<Quantized> {
 
 // The tiles of `count` panels for a few rows; returns for how many rows a tile has room.
 inline int run_tiles(
-    const Linear<Quantized>& linear, int rows, const Quants* x, long x_stride, int panel, int count, float* sums
+    const Linear<Quantized>& linear, const float*, int rows, const Quants* x, long x_stride, int panel, int count, float* sums
 ) {
     for (int n = 0; n < count;) {
         const uint8_t kind = linear.kinds[panel + n];

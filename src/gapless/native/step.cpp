@@ -553,7 +553,7 @@ class Engine : public AnyEngine {
     const Rotary rotary_;
     const Sizes sizes_;
     Team team_;
-    Arena memory_;
+    Arena memory_{64 << 20, true};
     std::vector<Attention> attentions_;  // one a thread
     std::vector<std::vector<float>> normed_floats_;  // of each thread: a row before it is quantized
     std::vector<int64_t> ids_, positions_, table_rows_;
@@ -575,6 +575,9 @@ class AnyModel {
   public:
     virtual ~AnyModel() = default;
     virtual void set_matrix(int part, int layer, const void* data, int kind, int num_outputs, int first) = 0;
+    virtual void lend_matrix(int part, int layer, const int64_t* rows, int num_outputs, int first) = 0;
+    virtual void pack_lent() = 0;
+    virtual int num_unpacked() const = 0;
     virtual void set_vector(int part, int layer, const float* data, int count, int first) = 0;
     virtual AnyEngine* engine(const Cache&, const Rows&, const Rotary&, const Sizes&) const = 0;
 };
@@ -587,6 +590,14 @@ class ModelOf : public AnyModel {
     void set_matrix(int part, int layer, const void* data, int kind, int num_outputs, int first) override {
         model_.set_matrix(part, layer, data, kind, num_outputs, first);
     }
+
+    void lend_matrix(int part, int layer, const int64_t* rows, int num_outputs, int first) override {
+        model_.lend_matrix(part, layer, rows, num_outputs, first);
+    }
+
+    void pack_lent() override { model_.pack_lent(); }
+
+    int num_unpacked() const override { return model_.num_unpacked; }
 
     void set_vector(int part, int layer, const float* data, int count, int first) override {
         model_.set_vector(part, layer, data, count, first);
@@ -637,6 +648,16 @@ AnyModel* gapless_model(const Shape* shape, const LayerShape* layers, int weight
 int gapless_set_matrix(AnyModel* model, int part, int layer, const void* data, int kind, int num_outputs, int first) {
     return status_of([&] { return model->set_matrix(part, layer, data, kind, num_outputs, first), OK; });
 }
+
+int gapless_lend_matrix(AnyModel* model, int part, int layer, const int64_t* rows, int num_outputs, int first) {
+    return status_of([&] { return model->lend_matrix(part, layer, rows, num_outputs, first), OK; });
+}
+
+int gapless_pack_lent(AnyModel* model) {
+    return status_of([&] { return model->pack_lent(), OK; });
+}
+
+int gapless_num_unpacked(const AnyModel* model) { return model->num_unpacked(); }
 
 int gapless_set_vector(AnyModel* model, int part, int layer, const float* data, int count, int first) {
     return status_of([&] { return model->set_vector(part, layer, data, count, first), OK; });

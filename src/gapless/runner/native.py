@@ -25,6 +25,7 @@ from gapless.models.config import ModelConfig
 from gapless.models.gguf_scheme import GGUFScheme
 from gapless.models.layers import ExpertWeights, GatedWeights, Norm
 from gapless.models.linear import plain
+from gapless.models.mapped_scheme import MappedScheme
 from gapless.models.reader import LayerReader, ReadWeight, read_last_norm
 from gapless.models.rope import RotaryTable
 from gapless.models.rope_config import RopeConfig
@@ -54,6 +55,7 @@ FAILURES = {
     2: "a position beyond the rope table",
     3: "more tokens or samples than the engine has room for",
 }
+UNPACKED = "weights are being packed"
 NO_MEMORY = 4  # step.cpp has the same numbers
 _PART = {name: index for index, name in enumerate(native.PARTS)}
 
@@ -77,7 +79,8 @@ class NativeModel:
         self._library = native.load_library()
         table = read(f"{config.names.embedding}.weight")
         self.is_quantized = isinstance(table.scheme, GGUFScheme)
-        dtype = torch.float32 if self.is_quantized else table.dense().dtype
+        self._lent: list[MappedScheme] = []  # the library has addresses in them
+        dtype = torch.float32 if self.is_quantized else _dtype(table)
         ropes = list(dict.fromkeys(spec.rope for spec in config.attention_specs()))
         shapes = (native.CLayerShape * config.num_layers)(*(_layer_shape(spec, ropes) for spec in config.layers))
         weights = "QUANTIZED" if self.is_quantized else {torch.bfloat16: "BFLOAT16"}.get(dtype, "FLOAT32")
@@ -91,6 +94,12 @@ class NativeModel:
             self._set_layer(layer, spec, LayerReader(config.names, layer, spec, read))
         positions, where = max_positions or config.max_position_embeddings, (torch.float32, torch.device("cpu"))
         self.rotary = torch.stack([RotaryTable(rope, config.head_dim, positions, *where).table for rope in ropes])
+        _check(self._library.gapless_pack_lent(self.handle))
+
+    @property
+    def num_unpacked(self) -> int:
+        """Matrices that are not packed yet: products pack them each time they need them, which is slower."""
+        return int(self._library.gapless_num_unpacked(self.handle))
 
     def _set_ends(self, table: Weight, read: ReadWeight) -> None:
         if self.config.tie_embeddings:
@@ -144,6 +153,12 @@ class NativeModel:
     def _set_matrix(self, part: str, layer: int, weight: Weight) -> None:
         """Rows of one kind after the other: where they are quantized, kinds may differ."""
         scheme, first = weight.scheme, 0
+        if isinstance(scheme, MappedScheme):
+            self._lent.append(scheme)
+            rows = scheme.addresses(weight)
+            where = (self.handle, _PART[part], layer, rows.data_ptr())
+            _check(self._library.gapless_lend_matrix(*where, len(rows), 0))
+            return
         pieces = scheme.split(weight) if isinstance(scheme, GGUFScheme) else [(None, weight.dense().contiguous())]
         for run, rows in pieces:
             where = (self.handle, _PART[part], layer, rows.data_ptr())
@@ -171,7 +186,8 @@ class NativeRunner:
         self.rows = RowStore(device, limits, model.config.vocab_size)
         self.buffers: Sequence[Buffer] = (self.rows.buffer, kv.buffer)
         self.mask_words = self.rows.masks.shape[1]
-        self.ledger: Counter[str] = Counter()  # nothing to miss
+        self.ledger: Counter[str] = Counter()
+        self._is_packed = False
         self.num_padding = 0
         shape = (limits.num_rows, model.config.vocab_size)
         self.logits = device.buffer("logits", shape, torch.float32).tensor  # of the last step that was not all greedy
@@ -209,6 +225,10 @@ class NativeRunner:
 
     def _call(self, plan: Plan, packed_plan: Tensor, logits: int | None, tokens: int | None) -> None:
         """Logits to one address, or tokens to the other."""
+        if not self._is_packed:
+            self._is_packed = self._model.num_unpacked == 0
+            if not self._is_packed:
+                self.ledger[UNPACKED] += 1
         sections = Sections.of(plan)
         if len(plan.seat_rows):
             self.rows.apply(unpack(packed_plan, sections))
@@ -271,6 +291,11 @@ class NativeRunner:
         count = len(picked)
         _check(self._library.gapless_predict(self._engine, int(picked[0]), count, self.logits.data_ptr()))
         return self.logits[:count]
+
+
+def _dtype(weight: Weight) -> torch.dtype:
+    scheme = weight.scheme
+    return scheme.tensors[0].dtype if isinstance(scheme, MappedScheme) else weight.dense().dtype
 
 
 def _check(status: int) -> None:

@@ -128,6 +128,8 @@ def load_native(
 ) -> NativeModel:
     """The model for native steps; no second copy of its weights remains. FP8 weights are made whole.
 
+    Weights that a file has in the form that steps want are mapped, and packed while the first steps run.
+
     stored: as in `open_weights`.
     """
     read = open_weights(
@@ -140,6 +142,7 @@ def load_native(
         quantization=quantization,
         progress=progress,
         stored=stored,
+        mapped=True,
     )
     with torch.inference_mode():
         return NativeModel(config, read, max_positions)
