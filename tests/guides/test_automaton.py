@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import random
@@ -10,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
-from wanderers import allowed, wander
+from wanderers import accepts, allowed, wander
 
-from gapless.core.structured import read_structured
+from gapless.core.structured import Structured, read_structured
 from gapless.errors import InvalidRequest
 from gapless.guides.automaton import Automaton, automaton_of
 from gapless.guides.compiler import Compiler
@@ -71,6 +72,69 @@ WITHOUT: dict[str, Any] = {
 }
 
 
+REGEXES = (
+    *(r"\d{4}-\d{2}-\d{2}", r"(yes|no|maybe)( please)?", r"[A-Z][a-z]+( [A-Z][a-z]+)*", r"#[0-9a-fA-F]{6}", r".{3,40}"),
+    *(
+        r"[\w.+-]+@[\w-]+\.(com|org)",
+        r"((25[0-5]|2[0-4]\d|1?\d?\d)\.){3}\d{1,3}",
+        r"[^,\n]*,[^,\n]*",
+        r"(a|b)*a(a|b){3}",
+    ),
+    *(r"(a*)*b", r"(x+x+)+y", "[α-ω]{2,5}é?", r"[^\x00-\x7f]{1,6}", r"\S+\s\S+", r"a.*b.*c", r"(\w+ ){2,5}\w+\."),
+    *(
+        r"-?(0|[1-9]\d*)(\.\d+)?",
+        r"^(foo|bar)$",
+        r"^a|b$",
+        r"[a-z]{5,}[0-9]?",
+        "日本{2,3}",
+        "[日本語]{4,9}x",
+        r"\W\D\S",
+    ),
+    *(
+        r"a*?b",
+        r"(|a)b",
+        r"x{2}{3}",
+        r"a++",
+        r"[]a]",
+        r"[^]a-]",
+        r"[a\]\w-]+",
+        r"\x41\u0042\x{43}\U00000044",
+        r"(?P<n>a)(?:b)(?<m>c)",
+    ),
+    *(r"\n\t\.\-\/\_\ ", r"()", r"a|", r"[\n\d]", r"[a&b~c]", r"a}b]", r"(\w|,){4}"),
+)
+NOT_OURS = (
+    *(
+        r"a^b",
+        r"a$b",
+        r"(?i)ab",
+        r"(?s).",
+        r"\bfoo",
+        r"\Aab\z",
+        r"\p{L}",
+        r"[[:alpha:]]",
+        r"[a-z&&b]",
+        r"[a-z--b]",
+        r"[a~~b]",
+    ),
+    *(
+        r"[a-c-e]",
+        r"\<",
+        r"a{9999}",
+        r"(abcdefgh[a-z]){500}",
+        r"(",
+        r"[b-a]",
+        r"a{3,2}",
+        r"a{,3}",
+        r"\1",
+        r"(?=a)b",
+        "\\",
+        "[",
+        "*a",
+    ),
+)
+
+
 def both(vocabulary: Vocabulary, **spec: Any) -> tuple[Automaton, Grammar]:
     structured = read_structured(spec)
     found = automaton_of(structured, vocabulary.bytes, vocabulary.num_words)
@@ -99,6 +163,43 @@ def test_masks_of_schemas(vocabulary: Vocabulary, smollm2: Tokenizer, schema: An
     for seed in range(2):
         compare(automaton, grammar, words, seed)
     compare(*both(words, json_schema=schema, disable_any_whitespace=True), words, seed=5)
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_masks_of_regexes(vocabulary: Vocabulary, words: Vocabulary, regex: str) -> None:
+    automaton, grammar = both(vocabulary, regex=regex)
+    for seed in range(3):
+        compare(automaton, grammar, vocabulary, seed, most=25)
+    compare(*both(words, regex=regex), words, seed=3, most=10)
+
+
+@pytest.mark.parametrize("regex", NOT_OURS)
+def test_regexes_without_an_automaton(vocabulary: Vocabulary, regex: str) -> None:
+    assert automaton_of(Structured("regex", regex), vocabulary.bytes, vocabulary.num_words) is None
+
+
+def test_characters_of_a_word_are_those_of_llguidance(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+    """All characters with two bytes, and a sample of the others."""
+    automaton, grammar = both(vocabulary, regex=r"\w")
+    rng = random.Random(1)
+    for code in [
+        *range(0x80, 0x800),
+        *rng.sample(range(0x800, 0xD800), 400),
+        *rng.sample(range(0x10000, 0x11FFF), 400),
+    ]:
+        mine, tokens = automaton.guide(), tokenizer.encode(chr(code))
+        with contextlib.suppress(InvalidRequest):
+            mine.advance(np.array(tokens, np.int32))
+        assert mine.is_over == accepts(grammar.guide(), tokens), hex(code)
+
+
+def test_tables_of_letters_are_made_on_a_thread(tokenizer: Tokenizer) -> None:
+    """They take milliseconds, so that a caller makes none; it uses those that are there."""
+    vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size, [256])
+    shape = read_structured({"regex": "[a-w]{3,30}x"})
+    assert automaton_of(shape, vocabulary.bytes, vocabulary.num_words, at_once=True) is None
+    assert automaton_of(shape, vocabulary.bytes, vocabulary.num_words) is not None
+    assert automaton_of(shape, vocabulary.bytes, vocabulary.num_words, at_once=True) is not None
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +334,13 @@ def test_a_shape_with_too_many_states_is_refused_and_made_anew(vocabulary: Vocab
 
 def test_the_compiler_prefers_automata(vocabulary: Vocabulary) -> None:
     compiler = Compiler(lambda: vocabulary)
-    kinds = [{"choice": ["a"]}, {"json_schema": PERSON}, {"regex": "a"}, {"json_schema": WITHOUT["pattern"]}]
+    kinds = [
+        {"choice": ["a"]},
+        {"json_schema": PERSON},
+        {"regex": "a"},
+        {"regex": "(?i)a"},
+        {"json_schema": WITHOUT["pattern"]},
+    ]
     found = [type(compiler.start(read_structured(spec)).result(30)).__name__ for spec in kinds]
     compiler.close()
-    assert found == ["Automaton", "Automaton", "Grammar", "Grammar"]
+    assert found == ["Automaton"] * 3 + ["Grammar"] * 2

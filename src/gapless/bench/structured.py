@@ -1,8 +1,8 @@
 """`gapless bench structured`: what masks cost. The same job with no, some and all requests structured.
 
 Every request generates the same number of tokens: free ones ignore the end of sequence, structured ones write a JSON
-array that is too long to end. Each structured row has a schema of its own, compiled before (known) or not (new). The
-rounds of all variants take turns, and medians are compared.
+array, or a text by a regex, that is too long to end. Each structured row has a shape of its own, compiled before
+(known) or not (new). The rounds of all variants take turns, and medians are compared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ ENGINE_FLAGS = (
     "num_blocks",
     "load_format",
 )
-RATE_HEAD = f"{'rows':>5} {'structured':>10} {'schemas':>8} {'tok/s':>10} {'of free':>8} {'busy':>6}"
+RATE_HEAD = f"{'rows':>5} {'structured':>10} {'shapes':>8} {'tok/s':>10} {'of free':>8} {'busy':>6}"
+KINDS = ("json_schema", "regex")
 WORDS = ("red", "green", "blue", "yellow", "white", "black")
 
 
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shape", choices=tuple(SHAPES), help="random weights of this shape, instead of a model; needs --tokenizer")
     add("--tokenizer", metavar="FILE", help="tokenizer.json for --shape")
     add("--rows", type=int, nargs="+", default=[16], metavar="N", help="parallel requests (default: 16)")
+    add("--kind", choices=KINDS, default=KINDS[0], help="shapes of structured rows (default: %(default)s)")
     add("--max-tokens", type=int, default=128, help="new tokens of each request (default: %(default)s)")
     add("--prompt-tokens", type=int, default=32, help="tokens of each prompt (default: %(default)s)")
     add("--shares", type=int, nargs="+", default=[10, 50, 100], metavar="P", help="structured per cent (10 50 100)")
@@ -62,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A share of structured requests, with schemas that are known or new."""
+    """A share of structured requests, with shapes that are known or new."""
 
     rows: int
     share: int  # per cent
@@ -154,18 +156,18 @@ class StructuredBench:
     def __init__(self, llm: LLM, args: argparse.Namespace) -> None:
         self._llm = llm
         self._args = args
-        self._num_schemas = 0  # that were ever made
+        self._num_shapes = 0  # that were ever made
 
     def throughput(self, rows: int) -> list[Throughput]:
         """Rounds of every variant in turn, after one that is not counted."""
         variants = [Mixture(rows, 0)]
         variants += [Mixture(rows, share, is_new) for is_new in (False, True) for share in self._args.shares]
-        known = [self._schema() for _ in range(rows)]
+        known = [self._shape() for _ in range(rows)]
         played: dict[Mixture, list[RoundTimes]] = {variant: [] for variant in variants}
         with progress_bar(f"{rows} rows", len(variants) * (self._args.rounds + 1), "round") as bar:
             for number in range(self._args.rounds + 1):
                 for variant in variants:
-                    fresh = [self._schema() for _ in range(variant.num_structured)] if variant.is_new else known
+                    fresh = [self._shape() for _ in range(variant.num_structured)] if variant.is_new else known
                     found = self._round(variant, fresh)
                     if number > 0:
                         played[variant].append(found)
@@ -185,11 +187,11 @@ class StructuredBench:
             num_ended_early=sum(found.num_ended_early for found in played),
         )
 
-    def _round(self, variant: Mixture, schemas: Sequence[Any]) -> RoundTimes:
+    def _round(self, variant: Mixture, given: Sequence[Any]) -> RoundTimes:
         """Structured requests are spread evenly over the rows."""
         share = variant.num_structured / variant.rows
         chosen = [int((row + 1) * share) > int(row * share) for row in range(variant.rows)]
-        shapes = iter(schemas)
+        shapes = iter(given)
         jobs = [self._job(row, next(shapes) if is_chosen else None) for row, is_chosen in enumerate(chosen)]
         with heap_frozen():
             before = self._llm.stats()
@@ -203,59 +205,68 @@ class StructuredBench:
 
     def first_tokens(self) -> list[FirstToken]:
         """Of free and structured requests one at a time, and of a free one that comes with a new schema."""
-        known = self._schema()
+        known = self._shape()
         kinds: dict[str, list[float]] = {"free": [], "known schema": [], "new schema": [], "free, beside a new one": []}
         num_rounds = 4 * self._args.rounds
         with progress_bar("first tokens", num_rounds, "round") as bar:
             for _ in range(num_rounds):
                 kinds["free"].append(self._first_ms(None))
                 kinds["known schema"].append(self._first_ms(known))
-                kinds["new schema"].append(self._first_ms(self._schema()))
-                other = self._llm.engine.compile(self._params(0, self._schema()))
+                kinds["new schema"].append(self._first_ms(self._shape()))
+                other = self._llm.engine.compile(self._params(0, self._shape()))
                 kinds["free, beside a new one"].append(self._first_ms(None))
                 assert other is not None
                 other.result()
                 bar.advance(1)
         return [FirstToken(kind, statistics.median(ms[1:]), max(ms[1:])) for kind, ms in kinds.items()]
 
-    def _first_ms(self, schema: Any) -> float:
+    def _first_ms(self, shape: Any) -> float:
         begin_s = time.perf_counter()
-        stream = self._llm.stream(self._prompt(0), self._params(0, schema))
+        stream = self._llm.stream(self._prompt(0), self._params(0, shape))
         next(delta for delta in stream if delta.token_ids)
         elapsed_s = time.perf_counter() - begin_s
         stream.close()  # type: ignore[attr-defined]  # a generator
         return 1e3 * elapsed_s
 
-    def _job(self, row: int, schema: Any) -> Any:
-        return self._llm.prepare(self._prompt(row), self._params(row, schema))
+    def _job(self, row: int, shape: Any) -> Any:
+        return self._llm.prepare(self._prompt(row), self._params(row, shape))
 
     def _prompt(self, row: int) -> list[int]:
         size = self._llm.engine.resolved.model.vocab_size
         return [(7919 * (row + 1) * (place + 1)) % (size // 2) + 10 for place in range(self._args.prompt_tokens)]
 
-    def _params(self, row: int, schema: Any) -> SamplingParams:
+    def _params(self, row: int, shape: Any) -> SamplingParams:
         common = {"max_tokens": self._args.max_tokens, "temperature": self._args.temperature, "seed": row}
-        if schema is None:
+        if shape is None:
             return SamplingParams(**common, ignore_eos=True)
-        return SamplingParams(**common, structured=read_structured({"json_schema": schema}))
+        return SamplingParams(**common, structured=read_structured(shape))
 
-    def _schema(self) -> Any:
-        """A long array of records. No two schemas are the same."""
-        self._num_schemas += 1
+    def _shape(self) -> Any:
+        """A long array of records, or as many lines. No two shapes are the same."""
+        self._num_shapes += 1
+        make = self._schema if self._args.kind == "json_schema" else self._regex
+        return {self._args.kind: make(self._num_shapes)}
+
+    def _schema(self, number: int) -> Any:
         record = {
             "type": "object",
             "properties": {
-                f"id_{self._num_schemas}": {"type": "integer", "minimum": 0, "maximum": 99999},
+                f"id_{number}": {"type": "integer", "minimum": 0, "maximum": 99999},
                 "name": {"type": "string", "maxLength": 64},
                 "color": {"enum": list(WORDS)},
                 "score": {"type": "number"},
                 "tags": {"type": "array", "items": {"enum": list(WORDS)}, "maxItems": 3},
                 "active": {"type": "boolean"},
             },
-            "required": [f"id_{self._num_schemas}", "name", "color", "score", "tags", "active"],
+            "required": [f"id_{number}", "name", "color", "score", "tags", "active"],
             "additionalProperties": False,
         }
         return {"type": "array", "items": record, "minItems": self._args.max_tokens}
+
+    def _regex(self, number: int) -> str:
+        """A line has more than four tokens in any vocabulary that is known here."""
+        line = rf"\d{{1,5}}: [A-Z][a-z]{{2,20}} ({'|'.join(WORDS)}) id_{number}\n"
+        return f"({line}){{{self._args.max_tokens // 4 + 1}}}"
 
 
 def format_rates(rates: Sequence[Throughput]) -> str:

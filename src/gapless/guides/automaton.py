@@ -17,10 +17,11 @@ import numpy as np
 from gapless.core.request import IntArray
 from gapless.core.structured import Structured
 from gapless.errors import InvalidRequest, NativeUnavailable
-from gapless.native.library import load_automata
+from gapless.native.library import load_automata, load_automata_held
 
 REFUSED, TOOK, IS_OVER, TOO_COMPLEX = range(4)  # automaton.cpp has the same list
-SCHEMA, COMPACT_SCHEMA, CHOICE = range(3)  # likewise
+SCHEMA, COMPACT_SCHEMA, CHOICE, REGEX = range(4)  # likewise
+SHORT = 4096  # bytes of a source that takes some tens of microseconds to compile
 NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # that fill masks, with the caller
 
 
@@ -30,6 +31,7 @@ class ByteVocabulary:
     def __init__(self, texts: Sequence[bytes], ends: Sequence[int]) -> None:
         """texts: by token, empty for those that no text has. ends: tokens that end a text. Raises NativeUnavailable."""
         self.library = load_automata()
+        self.held = load_automata_held()  # for short calls
         offsets = np.cumsum([0, *map(len, texts)], dtype=np.int64)
         joined, last = b"".join(texts), np.array(ends, np.int32)
         self.handle = self.library.gapless_vocabulary(
@@ -40,7 +42,7 @@ class ByteVocabulary:
     @property
     def num_state_bytes(self) -> int:
         """Memory of the states and masks of all automata."""
-        found: int = self.library.gapless_state_bytes(self.handle)
+        found: int = self.held.gapless_state_bytes(self.handle)
         return found
 
 
@@ -54,11 +56,11 @@ class Automaton:
         self.is_spent = False  # it has grown too large: make it again
         self.vocabulary = vocabulary
         self._handle = handle
-        weakref.finalize(self, vocabulary.library.gapless_drop_automaton, handle).atexit = False
+        weakref.finalize(self, vocabulary.held.gapless_drop_automaton, handle).atexit = False
 
     @property
     def num_bytes(self) -> int:
-        found: int = self.vocabulary.library.gapless_automaton_bytes(self._handle)
+        found: int = self.vocabulary.held.gapless_automaton_bytes(self._handle)
         return found
 
     def guide(self) -> AutomatonGuide:
@@ -67,7 +69,7 @@ class Automaton:
 
     def walker(self) -> int:
         """A text on its way, which the caller drops."""
-        made: int = self.vocabulary.library.gapless_walker(self._handle)
+        made: int = self.vocabulary.held.gapless_walker(self._handle)
         return made
 
     def failure(self, took: int) -> InvalidRequest:
@@ -89,7 +91,7 @@ class AutomatonGuide:
     def walker(self) -> int:
         """Made when the guide is first asked, not when the request comes."""
         made = self._automaton.walker()
-        weakref.finalize(self, self.library.gapless_drop_walker, made).atexit = False
+        weakref.finalize(self, self._automaton.vocabulary.held.gapless_drop_walker, made).atexit = False
         return made
 
     @property
@@ -113,13 +115,21 @@ class AutomatonGuide:
         out[:] = mask[0, : len(out)]
 
 
-def automaton_of(structured: Structured, vocabulary: ByteVocabulary | None, num_words: int) -> Automaton | None:
-    """None where the shape is none of those that have an automaton, or there is no library."""
+def automaton_of(
+    structured: Structured, vocabulary: ByteVocabulary | None, num_words: int, *, at_once: bool = False
+) -> Automaton | None:
+    """None where the shape is none of those that have an automaton, or there is no library.
+
+    at_once: also None where it would take longer than some tens of microseconds. The interpreter lock is kept then.
+    """
     kind = _kind(structured)
     if vocabulary is None or kind is None:
         return None
     text = structured.text.encode()
-    handle = vocabulary.library.gapless_automaton(vocabulary.handle, kind, text, len(text))
+    if at_once and len(text) > SHORT:
+        return None
+    library = vocabulary.held if at_once else vocabulary.library
+    handle = library.gapless_automaton(vocabulary.handle, kind, text, len(text), at_once)
     return None if handle is None else Automaton(structured, vocabulary, num_words, handle)
 
 
@@ -131,6 +141,8 @@ def _kind(structured: Structured) -> int | None:
             return COMPACT_SCHEMA
         case "choice", _:
             return CHOICE
+        case "regex", _:
+            return REGEX
     return None
 
 

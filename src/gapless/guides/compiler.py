@@ -37,7 +37,6 @@ TIME_LIMIT_S = 10.0
 LONGEST_WAIT = 1.5  # times the limit: for a thread that takes the grammar
 MAX_KEPT = 1024  # grammars
 MAX_KEPT_BYTES = 32 * 2**20  # of their sources together
-SHORT = 4096  # characters of a source that the caller tries to compile itself
 MAX_STATE_BYTES = 512 * 2**20  # of the states and masks of automata together, which grow while they are used
 
 _stack_lock = threading.Lock()  # the size of the next thread's stack is a setting of the process
@@ -93,8 +92,7 @@ class Compiler:
                 return found
         future: Future[CompiledShape] = Future()
         future.set_running_or_notify_cancel()  # others may wait for it too: nobody can cancel it
-        is_short = len(structured.text) <= SHORT
-        at_once = self._automaton(structured) if is_short and self._vocabulary is not None else None
+        at_once = None if self._vocabulary is None else self._automaton(structured, at_once=True)
         if at_once is not None:
             future.set_result(at_once)
         with self._lock:
@@ -197,17 +195,17 @@ class Compiler:
         """The libraries are loaded here: an engine that is never asked for a shape does without them."""
         from gapless.guides.grammar import Grammar
 
-        found = self._automaton(structured)
+        found = self._automaton(structured, at_once=False)
         return Grammar(structured, self._loaded(), self._jobs.put) if found is None else found
 
-    def _automaton(self, structured: Structured) -> CompiledShape | None:
-        """None for shapes that have none."""
+    def _automaton(self, structured: Structured, *, at_once: bool) -> CompiledShape | None:
+        """None for shapes that have none, or none that is compiled at once."""
         from gapless.guides.automaton import automaton_of
 
         vocabulary = self._loaded()
         if vocabulary.bytes is not None:
             self._make_room(vocabulary.bytes.num_state_bytes - MAX_STATE_BYTES)
-        return automaton_of(structured, vocabulary.bytes, vocabulary.num_words)
+        return automaton_of(structured, vocabulary.bytes, vocabulary.num_words, at_once=at_once)
 
     def _may_leave(self) -> bool:
         """Whether a new thread has taken the place of this one, which was thought to be stuck."""

@@ -7,13 +7,14 @@
 #include <string_view>
 
 #include "automaton.h"
+#include "regex_program.h"
 #include "schema_program.h"
 
 namespace gapless {
 
 constexpr int ENOUGH_MASKS = 8, ENOUGH_TOKENS = 64;  // for which it pays to wake threads
 enum Took { REFUSED, TOOK, IS_OVER, TOO_COMPLEX };   // guides/automaton.py has the same list
-enum Kind { SCHEMA, COMPACT_SCHEMA, CHOICE };         // likewise
+enum Kind { SCHEMA, COMPACT_SCHEMA, CHOICE, REGEX };  // likewise
 
 // A text on its way.
 struct Walker {
@@ -59,10 +60,17 @@ struct Walker {
 };
 
 // Throws NoProgram.
-static Program program_of(Vocabulary& vocabulary, int kind, std::string_view text) {
+static Program program_of(Vocabulary& vocabulary, int kind, std::string_view text, bool at_once) {
+    if (kind == REGEX) {
+        RegexWriter writer(vocabulary, !at_once);
+        writer.regex(RegexReader(text).read());
+        writer.put(MATCH);
+        return std::move(writer.program);
+    }
     const JsonValue root = JsonReader(text).read();
-    SchemaWriter writer(root, kind == SCHEMA, vocabulary.json_table);
-    kind == CHOICE ? writer.choices() : writer.document();
+    SchemaWriter writer(root, kind == SCHEMA, {vocabulary.json_table->letters, vocabulary.json_table});
+    if (kind == CHOICE) writer.choices();
+    else writer.document();
     writer.put(MATCH);
     return std::move(writer.program);
 }
@@ -91,11 +99,10 @@ Vocabulary* gapless_vocabulary(
     return new Vocabulary(num_tokens, offsets, bytes, ends, num_ends, num_threads);
 }
 
-// Null where the shape has no program.
-Automaton* gapless_automaton(Vocabulary* vocabulary, int kind, const char* text, int64_t size) {
+// Null where the shape has no program; at_once: or one that takes longer than some tens of microseconds to write.
+Automaton* gapless_automaton(Vocabulary* vocabulary, int kind, const char* text, int64_t size, int at_once) {
     try {
-        auto made = std::make_unique<Automaton>(*vocabulary, program_of(*vocabulary, kind, {text, (size_t)size}));
-        return made->is_full ? nullptr : made.release();
+        return new Automaton(*vocabulary, program_of(*vocabulary, kind, {text, (size_t)size}, at_once));
     } catch (const NoProgram&) {
         return nullptr;
     }

@@ -15,6 +15,7 @@
 #include <optional>
 #include <vector>
 
+#include "arena.h"
 #include "program.h"
 
 namespace gapless {
@@ -31,13 +32,16 @@ struct Item {
 };
 
 typedef std::vector<Item> Items;
-typedef std::vector<std::pair<uint32_t, uint32_t>> Words;  // of a mask: which, and its bits
+
+struct MaskWord {
+    uint32_t place, bits;
+};
 
 class Automaton {
   public:
     Automaton(Vocabulary& vocabulary, Program program)
         : vocabulary(vocabulary), far(vocabulary.most_commas + 1), program_(std::move(program)),
-          all_bytes_(vocabulary.num_state_bytes), seen_(program_.code.size(), 0), buckets_(64, DEAD) {
+          all_bytes_(vocabulary.num_state_bytes), arena_(vocabulary.chunks), seen_(program_.code.size(), 0), buckets_(64, DEAD) {
         sort_bytes();
     }
 
@@ -59,26 +63,26 @@ class Automaton {
 
     // Twice the next state, and 1 where an item was counted; DEAD where this byte cannot come.
     int step(int from, int byte) {
-        const int known = next_[(size_t)from * num_kinds_ + kinds_[byte]];
+        const int known = states_[from]->next[kinds_[byte]];
         return known != UNKNOWN ? known : make_step(from, byte);
     }
 
     // A new text or place: it has the whole allowance of moves to itself.
     void allow_moves() { num_moves_ = 0; }
 
-    bool accepts(int number) const { return states_[number].accepts; }
-    int left(int number) const { return states_[number].left; }
-    bool is_over(int number) const { return states_[number].accepts && states_[number].count == 1; }
+    bool accepts(int number) const { return states_[number]->accepts; }
+    int left(int number) const { return states_[number]->left; }
+    bool is_over(int number) const { return states_[number]->accepts && states_[number]->count == 1; }
 
     void fill(int number, uint32_t* out) {
-        if (!states_[number].has_mask) look(number);
-        const State& state = states_[number];
+        if (!states_[number]->has_mask) look(number);
+        const State& state = *states_[number];
         const size_t size = vocabulary.num_words * sizeof(uint32_t);
         if (state.base != nullptr)
             memcpy(out, state.base->data(), size);
         else
             memset(out, 0, size);
-        for (const auto& [word, bits] : state.extra) out[word] |= bits;
+        for (int i = 0; i < state.num_extra; i++) out[state.extra[i].place] |= state.extra[i].bits;
     }
 
     Vocabulary& vocabulary;
@@ -89,15 +93,15 @@ class Automaton {
 
   private:
     struct State {
-        State(int begin, int count, int left) : begin(begin), count(count), left(left) {}
-
-        int32_t begin, count;  // of its items
-        int32_t left;          // items that the counted array must have still; `far` of them or more are all the same
-        bool accepts = false;
-        bool has_mask = false;
-        const Mask* base = nullptr;                        // tokens allowed without a look
-        Words extra;                // words to add
-        std::unique_ptr<Mask> own;                         // the base, where there is much to add
+        const Item* items;
+        int32_t* next;  // by kind of byte: twice the state, and 1 where an item was counted
+        size_t hash;
+        int32_t count;  // of its items
+        int32_t left;   // items that the counted array must have still; `far` of them or more are all the same
+        bool accepts, has_mask;
+        const Mask* base;            // tokens allowed without a look; null where there are none
+        const MaskWord* extra;       // words to add
+        int32_t num_extra;
     };
 
     // What comes behind a run.
@@ -111,10 +115,7 @@ class Automaton {
 
     // -- states ----------------------------------------------------------------------------------------------------
 
-    Items copy(int number) const {
-        const auto begin = items_.begin() + states_[number].begin;
-        return Items(begin, begin + states_[number].count);
-    }
+    Items copy(int number) const { return Items(states_[number]->items, states_[number]->items + states_[number]->count); }
 
     // The state of these items, or -1 where there is no room for more.
     int state(Items items, int left) {
@@ -122,11 +123,13 @@ class Automaton {
         items.erase(std::unique(items.begin(), items.end()), items.end());
         size_t hash = left;
         for (const Item& item : items) hash = (hash * 31 + item.pc) * 0x9e3779b97f4a7c15 + item.part * 1021 + item.used;
-        size_t bucket = (hash ^ hash >> 29) & (buckets_.size() - 1);
-        for (; buckets_[bucket] != DEAD; bucket = (bucket + 1) & (buckets_.size() - 1)) {
-            const State& known = states_[buckets_[bucket]];
-            if (known.left != left || known.count != (int)items.size()) continue;
-            if (std::equal(items.begin(), items.end(), items_.begin() + known.begin)) return buckets_[bucket];
+        hash ^= hash >> 29;
+        const size_t last = buckets_.size() - 1;
+        size_t bucket = hash & last;
+        for (; buckets_[bucket] != DEAD; bucket = (bucket + 1) & last) {
+            const State& known = *states_[buckets_[bucket]];
+            if (known.hash != hash || known.left != left || known.count != (int)items.size()) continue;
+            if (std::equal(items.begin(), items.end(), known.items)) return buckets_[bucket];
         }
         if (states_.size() >= MAX_STATES) return is_full = true, DEAD;
         buckets_[bucket] = states_.size();
@@ -134,22 +137,27 @@ class Automaton {
     }
 
     int add(const Items& items, int left, size_t hash) {
-        const int number = states_.size();
-        states_.emplace_back((int)items_.size(), (int)items.size(), left);
-        for (const Item& item : items) states_.back().accepts |= program_.code[item.pc].op == MATCH;
-        items_.insert(items_.end(), items.begin(), items.end());
-        next_.insert(next_.end(), num_kinds_, UNKNOWN);
-        hashes_.push_back(hash);
-        grow(sizeof(State) + (num_kinds_ + 6) * sizeof(int32_t) + items.size() * sizeof(Item));
-        if (2 * states_.size() > buckets_.size()) {
-            buckets_.assign(2 * buckets_.size(), DEAD);
-            for (int i = 0; i <= number; i++) {
-                size_t bucket = (hashes_[i] ^ hashes_[i] >> 29) & (buckets_.size() - 1);
-                while (buckets_[bucket] != DEAD) bucket = (bucket + 1) & (buckets_.size() - 1);
-                buckets_[bucket] = i;
-            }
+        const bool accepts = std::ranges::any_of(items, [&](const Item& x) { return program_.code[x.pc].op == MATCH; });
+        Item* const kept = arena_.take<Item>(items.size());
+        std::copy(items.begin(), items.end(), kept);
+        int32_t* const next = arena_.take<int32_t>(num_kinds_);
+        std::fill(next, next + num_kinds_, UNKNOWN);
+        State* const made = arena_.take<State>(1);
+        *made = {kept, next, hash, (int)items.size(), left, accepts, false, nullptr, nullptr, 0};
+        states_.push_back(made);
+        grow(sizeof(State) + num_kinds_ * sizeof(int32_t) + items.size() * sizeof(Item) + 4 * sizeof(int32_t));
+        if (2 * states_.size() > buckets_.size()) spread();
+        return states_.size() - 1;
+    }
+
+    void spread() {
+        buckets_.assign(2 * buckets_.size(), DEAD);
+        const size_t last = buckets_.size() - 1;
+        for (size_t i = 0; i < states_.size(); i++) {
+            size_t bucket = states_[i]->hash & last;
+            while (buckets_[bucket] != DEAD) bucket = (bucket + 1) & last;
+            buckets_[bucket] = i;
         }
-        return number;
     }
 
     // Bytes that no instruction tells apart are of one kind.
@@ -163,7 +171,7 @@ class Automaton {
         int span = 0;
         refine([&](int byte) { return span += begins[byte], is_meant[byte] ? span : 0; });
         refine([](int byte) { return byte == ' ' || byte == '\t' ? 1 + (byte == ' ') : byte == '\n' ? 3 : 0; });
-        for (const SharedTable& table : program_.tables) refine([&](int byte) { return table->letters->kinds[byte]; });
+        for (const RunKind& kind : program_.kinds) refine([&](int byte) { return kind.letters->kinds[byte]; });
     }
 
     template <class Mark>
@@ -187,26 +195,28 @@ class Automaton {
 
     int make_step(int from, int byte) {
         Items items;
-        const int before = states_[from].left, begin = states_[from].begin, count = states_[from].count;
+        const State& state = *states_[from];
+        const int before = state.left;
         int after = -1, counted = 0;
         begin_set();
-        num_moves_ += count;
-        for (int i = begin; i < begin + count; i++) {
+        num_moves_ += state.count;
+        for (int i = 0; i < state.count; i++) {
             const size_t size = items.size();
             int left = before;
-            const int passed = move(items_[i], byte, left, items);
+            const int passed = move(state.items[i], byte, left, items);
             if (items.size() == size) continue;
             if (after >= 0 && (after != left || counted != passed)) is_full = true;  // no program has this
             after = left, counted = passed;
         }
         if (num_moves_ > MAX_MOVES) is_full = true;
-        const int to = items.empty() ? DEAD : state(std::move(items), after);
-        return next_[(size_t)from * num_kinds_ + kinds_[byte]] = to == DEAD ? DEAD : 2 * to + counted;
+        const int to = items.empty() ? DEAD : this->state(std::move(items), after);
+        return state.next[kinds_[byte]] = to == DEAD ? DEAD : 2 * to + counted;
     }
 
     // What may come from here on without a byte. A place that was seen since `begin_set` brings nothing more.
     void close(int pc, int& left, Items& items) {
-        std::vector<int> ways{pc};
+        std::vector<int>& ways = ways_;
+        ways.assign(1, pc);
         while (!ways.empty()) {
             pc = ways.back();
             ways.pop_back();
@@ -248,7 +258,7 @@ class Automaton {
             return counts;
         }
         if (at.op == RUN) {
-            const int part = program_.tables[at.c]->letters->next[item.part][byte];
+            const int part = program_.kinds[at.c].letters->next[item.part][byte];
             if (part > BEGIN) items.push_back({item.pc, part, item.used});
             if (part == BEGIN) {
                 const int used = std::min(item.used + 1, at.b == UNBOUNDED ? at.a : at.b);  // more count for nothing
@@ -269,12 +279,13 @@ class Automaton {
 
     void look(int number) {
         const Mask* base = nullptr;
-        Words more;  // of what is behind a run
+        const State* more = nullptr;  // what is behind a run
         std::vector<int> tokens;
         if (!look_in_run(number, base, more, tokens))
             walk(vocabulary.whole, number, [&](int token) { tokens.push_back(token); });
-        if (states_[number].accepts) tokens.insert(tokens.end(), vocabulary.ends.begin(), vocabulary.ends.end());
-        keep(states_[number], base, more, tokens);
+        State& state = *states_[number];
+        if (state.accepts) tokens.insert(tokens.end(), vocabulary.ends.begin(), vocabulary.ends.end());
+        keep(state, base, more, tokens);
     }
 
     // Walk a tree of texts: the values of those that may come.
@@ -290,24 +301,25 @@ class Automaton {
 
     // Where a state is a run, and what is behind it cannot be taken for its letters, a token's letters are counted, and
     // one walk serves all states of the run. False elsewhere.
-    bool look_in_run(int number, const Mask*& base, Words& more, std::vector<int>& tokens) {
+    bool look_in_run(int number, const Mask*& base, const State*& more, std::vector<int>& tokens) {
         const Items items = copy(number);
         const auto is_run = [&](const Item& item) { return program_.code[item.pc].op == RUN; };
         const auto found = std::find_if(items.begin(), items.end(), is_run);
         if (found == items.end() || found->part != BEGIN) return false;
         const Item run = *found;
         const Instruction& at = program_.code[run.pc];
-        const int left = states_[number].left;
+        if (program_.kinds[at.c].table == nullptr) return false;
+        const int left = states_[number]->left;
         const Behind& behind = this->behind(run.pc, left);
         Items others;
         std::copy_if(items.begin(), items.end(), std::back_inserter(others), [&](const Item& x) { return x != run; });
         const bool may_leave = run.used >= at.a;
         if (is_full || !behind.is_apart || others != (may_leave ? copy(behind.state) : Items())) return false;
         const int64_t room = at.b == UNBOUNDED ? INT32_MAX : at.b - run.used, missing = at.a - run.used;
-        if (may_leave && !states_[behind.state].has_mask) look(behind.state);
-        if (may_leave && states_[behind.state].base != nullptr) return false;  // seldom: it allows most tokens
-        if (may_leave) more = states_[behind.state].extra;
-        const LetterTable& table = *program_.tables[at.c];
+        if (may_leave && !states_[behind.state]->has_mask) look(behind.state);
+        if (may_leave && states_[behind.state]->base != nullptr) return false;  // seldom: it allows most tokens
+        if (may_leave) more = states_[behind.state];
+        const LetterTable& table = *program_.kinds[at.c].table;
         base = &table.within(room);
         for (const auto& [token, letters] : behind.leavers)
             if (is_between(letters, missing, room)) tokens.push_back(token);
@@ -327,7 +339,7 @@ class Automaton {
         close(pc + 1, now, items);
         behind.state = state(items, now);
         behind.is_apart = behind.state != DEAD;
-        const LetterTable& table = *program_.tables[program_.code[pc].c];
+        const LetterTable& table = *program_.kinds[program_.code[pc].c].table;
         for (int byte = 0; byte < 256 && behind.is_apart; byte++)
             if (table.letters->next[BEGIN][byte] >= 0) behind.is_apart = step(behind.state, byte) == DEAD;
         if (!behind.is_apart) return behind;
@@ -340,29 +352,30 @@ class Automaton {
     }
 
     // Keep the mask of a state: its base, and the words to add to it.
-    void keep(State& state, const Mask* base, const Words& more, const std::vector<int>& tokens) {
+    void keep(State& state, const Mask* base, const State* more, const std::vector<int>& tokens) {
         static thread_local Mask bits;  // zeros, but for the words in `touched`
         static thread_local std::vector<uint32_t> touched;
         const size_t num_words = vocabulary.num_words;
         bits.resize(std::max(bits.size(), num_words));
-        const auto set = [&](uint32_t word, uint32_t value) {
-            if (bits[word] == 0) touched.push_back(word);
-            bits[word] |= value;
+        const auto set = [&](uint32_t place, uint32_t value) {
+            if (bits[place] == 0) touched.push_back(place);
+            bits[place] |= value;
         };
-        for (const auto& [word, value] : more) set(word, value);
+        for (int i = 0; more != nullptr && i < more->num_extra; i++) set(more->extra[i].place, more->extra[i].bits);
         for (int token : tokens) vocabulary.each_twin(token, [&](int id) { set(id / 32, 1u << id % 32); });
         state.has_mask = true;
         state.base = base;
         if (base == nullptr && 4 * touched.size() >= num_words) {
-            state.own = std::make_unique<Mask>(bits.begin(), bits.begin() + num_words);
-            state.base = state.own.get();
+            owned_.push_back(std::make_unique<Mask>(bits.begin(), bits.begin() + num_words));
+            state.base = owned_.back().get();
             grow(num_words * sizeof(uint32_t));
         } else {
-            state.extra.reserve(touched.size());
-            for (uint32_t word : touched) state.extra.push_back({word, bits[word]});
-            grow(touched.size() * sizeof(state.extra[0]));
+            MaskWord* const extra = arena_.take<MaskWord>(touched.size());
+            for (size_t i = 0; i < touched.size(); i++) extra[i] = {touched[i], bits[touched[i]]};
+            state.extra = extra, state.num_extra = touched.size();
+            grow(touched.size() * sizeof(MaskWord));
         }
-        for (uint32_t word : touched) bits[word] = 0;
+        for (uint32_t place : touched) bits[place] = 0;
         touched.clear();
     }
 
@@ -370,12 +383,12 @@ class Automaton {
     const std::shared_ptr<std::atomic<int64_t>> all_bytes_;
     std::array<uint8_t, 256> kinds_{};
     int num_kinds_ = 1;
-    std::vector<State> states_;
-    std::vector<Item> items_;        // of all states
-    std::vector<int32_t> next_;      // by state and kind of byte: twice the state, and 1 where an item was counted
-    std::vector<size_t> hashes_;     // of states
-    std::vector<uint32_t> seen_;     // by instruction: the set of items that it was last added to
-    std::vector<int> buckets_;       // states by hash
+    Arena arena_;
+    std::vector<State*> states_;
+    std::vector<std::unique_ptr<Mask>> owned_;  // bases of states that allow many tokens
+    std::vector<uint32_t> seen_;                // by instruction: the set of items that it was last added to
+    std::vector<int> buckets_;                  // states by hash
+    std::vector<int> ways_;                     // of `close`, kept for its memory
     uint32_t now_ = 0;               // the set of items that is being made
     int64_t num_moves_ = 0;          // since they were last allowed
     std::map<std::pair<int, int>, Behind> behind_;  // by run, and items left

@@ -112,7 +112,7 @@ SIGNATURES: Signatures = {
 }
 AUTOMATON_SIGNATURES: Signatures = {
     "gapless_vocabulary": (c_void_p, [c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_int32]),
-    "gapless_automaton": (c_void_p, [c_void_p, c_int32, c_char_p, c_int64]),
+    "gapless_automaton": (c_void_p, [c_void_p, c_int32, c_char_p, c_int64, c_int32]),
     "gapless_walker": (c_void_p, [c_void_p]),
     "gapless_advance": (None, [c_void_p, c_void_p, c_int32, c_void_p]),
     "gapless_fill": (None, [c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_void_p]),
@@ -134,6 +134,13 @@ def load_library() -> ctypes.CDLL:
 def load_automata() -> ctypes.CDLL:
     """The library of automata, likewise."""
     return open_library(build_library(compilers(), _directory(), AUTOMATON), AUTOMATON_SIGNATURES)
+
+
+@cache
+def load_automata_held() -> ctypes.CDLL:
+    """The same, for short calls: they keep the interpreter lock, which takes longer to get back than they take."""
+    path = build_library(compilers(), _directory(), AUTOMATON)
+    return open_library(path, AUTOMATON_SIGNATURES, ctypes.PyDLL)
 
 
 def _directory() -> Path:
@@ -168,10 +175,10 @@ def build_library(commands: Sequence[str], directory: Path, name: str = STEP) ->
     return path
 
 
-def open_library(path: Path, signatures: Signatures) -> ctypes.CDLL:
-    """Load it and declare its functions."""
+def open_library(path: Path, signatures: Signatures, kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
+    """Load it and declare its functions. kind: whether calls keep the interpreter lock."""
     try:
-        library = ctypes.CDLL(str(path))
+        library = kind(str(path))
     except OSError as error:
         raise NativeUnavailable(f"{path} cannot be loaded ({error})") from error
     for name, (result, arguments) in signatures.items():

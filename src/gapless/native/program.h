@@ -19,15 +19,21 @@ constexpr int UNBOUNDED = -1;
 constexpr size_t MAX_INSTRUCTIONS = 20'000;
 
 struct Instruction {
-    int32_t op, a, b, c;  // BYTE: from, to; SPLIT, JUMP: where to; RUN: fewest and most letters, and their table
+    int32_t op, a, b, c;  // BYTE: from, to; SPLIT, JUMP: where to; RUN: fewest and most letters, and their kind
 };
 
-typedef std::shared_ptr<const LetterTable> SharedTable;
+// The letters of a run. Without a table its masks are found by a walk through all tokens.
+struct RunKind {
+    std::shared_ptr<const Letters> letters;
+    std::shared_ptr<const LetterTable> table;
+
+    bool operator==(const RunKind&) const = default;
+};
 
 struct Program {
     std::vector<Instruction> code;
-    std::vector<SharedTable> tables;  // of the letters of runs
-    int64_t num_counted = 0;          // commas that an array must have which is too long to be written out
+    std::vector<RunKind> kinds;  // of runs
+    int64_t num_counted = 0;     // commas that an array must have which is too long to be written out
 };
 
 // The shape is not one of those that have a program.
@@ -75,11 +81,10 @@ class Writer {
         repeat([this] { put(BYTE, '0', '9'); }, fewest, most);
     }
 
-    // Letters of one kind.
-    void run(SharedTable table, int fewest, int most) {
-        int number = 0, size = program.tables.size();
-        while (number < size && program.tables[number] != table) number++;
-        if (number == size) program.tables.push_back(std::move(table));
+    void run(const RunKind& kind, int fewest, int most) {
+        int number = 0, size = program.kinds.size();
+        while (number < size && program.kinds[number] != kind) number++;
+        if (number == size) program.kinds.push_back(kind);
         put(RUN, fewest, most, number);
     }
 

@@ -18,7 +18,7 @@ namespace gapless {
 
 class SchemaWriter : public IntegerWriter {
   public:
-    SchemaWriter(const JsonValue& root, bool has_space, SharedTable letters)
+    SchemaWriter(const JsonValue& root, bool has_space, RunKind letters)
         : root_(root), has_space_(has_space), letters_(std::move(letters)) {}
 
     // Any text that the schema accepts.
@@ -47,19 +47,19 @@ class SchemaWriter : public IntegerWriter {
 
     // Keywords that say nothing about the text.
     static bool is_note(std::string_view name) {
-        static const std::set<std::string_view> NOTES = {"title", "description", "default", "examples", "$schema",
-                                                         "$comment", "deprecated", "readOnly", "writeOnly"};
-        return NOTES.contains(name);
+        constexpr std::string_view NOTES[] = {"title", "description", "default", "examples", "$schema",
+                                              "$comment", "deprecated", "readOnly", "writeOnly"};
+        return std::ranges::find(NOTES, name) != std::end(NOTES);
     }
 
     static bool belongs_to(std::string_view name, std::string_view type) {
-        static const std::set<std::pair<std::string_view, std::string_view>> KNOWN = {
+        constexpr std::pair<std::string_view, std::string_view> KNOWN[] = {
             {"object", "properties"}, {"object", "required"}, {"object", "additionalProperties"},
             {"array", "items"}, {"array", "minItems"}, {"array", "maxItems"},
             {"string", "minLength"}, {"string", "maxLength"},
             {"integer", "minimum"}, {"integer", "maximum"},
             {"integer", "exclusiveMinimum"}, {"integer", "exclusiveMaximum"}};
-        return KNOWN.contains({type, name});
+        return std::ranges::any_of(KNOWN, [&](const auto& known) { return known.second == name && known.first == type; });
     }
 
     void value(Schema schema, int depth) {
@@ -292,7 +292,7 @@ class SchemaWriter : public IntegerWriter {
 
     const JsonValue& root_;
     const bool has_space_;
-    const SharedTable letters_;  // of JSON's strings
+    const RunKind letters_;  // of JSON's strings
     int64_t num_letters_ = 0;
     int num_spaces_ = 0;
 };

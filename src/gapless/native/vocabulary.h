@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "arena.h"
 #include "letters.h"
 #include "threads.h"
 
@@ -23,7 +24,8 @@ constexpr size_t MAX_TABLES = 32;  // of letters, that are kept beside those in 
 
 typedef std::vector<uint32_t> Mask;
 
-// Texts as a tree of bytes. Nodes with the same parent are neighbours, so that those which cannot come cost little.
+// Texts as a tree of bytes. Nodes with the same parent are neighbours, so that those which cannot come cost little, and a
+// walk through all of it goes through memory in order.
 class Trie {
   public:
     void build(const std::map<std::string, int32_t>& texts) {
@@ -31,43 +33,51 @@ class Trie {
         struct Group {
             Place begin, end;  // texts with the same first bytes
             size_t depth;
+            int node;
         };
-        std::vector<Group> groups{{texts.begin(), texts.end(), 0}};  // of the root, and of each node
-        for (size_t number = 0; number < groups.size(); number++) {
-            auto [at, end, depth] = groups[number];
-            first.push_back(bytes.size());
+        nodes_.push_back({-1, 0, 0, 0});
+        std::vector<Group> open{{texts.begin(), texts.end(), 0, 0}};
+        while (!open.empty()) {
+            auto [at, end, depth, node] = open.back();
+            open.pop_back();
+            nodes_[node].first = nodes_.size();
             if (at != end && at->first.size() == depth) at++;  // the text that ends here
             while (at != end) {
                 const Place begin = at;
                 const char byte = begin->first[depth];
                 while (at != end && at->first[depth] == byte) at++;
-                bytes.push_back(byte);
-                values.push_back(begin->first.size() == depth + 1 ? begin->second : -1);
-                groups.push_back({begin, at, depth + 1});
+                open.push_back({begin, at, depth + 1, (int)nodes_.size()});
+                nodes_.push_back({begin->first.size() == depth + 1 ? begin->second : -1, 0, 0, (uint8_t)byte});
+                nodes_[node].count++;
             }
         }
-        first.push_back(bytes.size());
     }
 
     // Go down from the root. step(where, byte, value) returns where that leads, or nothing; value: or -1.
     template <class Where, class Step>
     void walk(Where root, Step step) const {
-        std::vector<std::pair<int, Where>> open{{-1, root}};
+        std::vector<std::pair<const Node*, Where>> open{{&nodes_[0], root}};
         while (!open.empty()) {
             const auto [node, where] = open.back();
             open.pop_back();
-            for (int i = first[node + 1], end = first[node + 2]; i < end; i++)
-                if (const std::optional<Where> next = step(where, bytes[i], values[i]))
-                    if (first[i + 1] < first[i + 2]) open.push_back({i, *next});
+            const Node *const begin = &nodes_[0] + node->first, *const end = begin + node->count;
+            for (const Node* at = begin; at < end; at++)
+                if (const std::optional<Where> next = step(where, at->byte, at->value))
+                    if (at->count > 0) open.push_back({at, *next});
         }
     }
 
-    size_t size() const { return bytes.size(); }
+    size_t size() const { return nodes_.size(); }
 
   private:
-    std::vector<uint8_t> bytes;   // by node
-    std::vector<int32_t> values;  // of the text that ends at the node, or -1
-    std::vector<int32_t> first;   // of the root, then by node: the first node below it
+    struct Node {
+        int32_t value;  // of the text that ends here, or -1
+        int32_t first;  // of the nodes below
+        uint16_t count;
+        uint8_t byte;
+    };
+
+    std::vector<Node> nodes_;  // the root first
 };
 
 struct Vocabulary;
@@ -122,15 +132,15 @@ struct Vocabulary {
         for (; token >= 0; token = twins[token]) action(token);
     }
 
-    // The table of these letters, made where there is none; null where the set is too scattered for one.
-    std::shared_ptr<const LetterTable> table(const Spans& spans) {
+    // The table of these letters, made where there is none and it may be; null where the set is too scattered for one.
+    std::shared_ptr<const LetterTable> table(const Spans& spans, bool may_make) {
         const std::lock_guard<std::mutex> hold(tables_lock_);
         for (auto at = tables_.begin(); at != tables_.end(); at++)
             if (at->first == spans) {
                 std::rotate(tables_.begin(), at, at + 1);
                 return tables_.front().second;
             }
-        auto letters = CharacterLetters::of(spans);
+        auto letters = may_make ? CharacterLetters::of(spans) : nullptr;
         if (letters == nullptr) return nullptr;
         auto made = std::make_shared<LetterTable>(*this, std::move(letters));
         tables_.insert(tables_.begin(), {spans, made});
@@ -147,6 +157,7 @@ struct Vocabulary {
     int most_commas = 0;
     // About what states and masks of all automata take. They have a share in it: any of them may be dropped last.
     const std::shared_ptr<std::atomic<int64_t>> num_state_bytes = std::make_shared<std::atomic<int64_t>>(0);
+    const std::shared_ptr<ChunkPool> chunks = std::make_shared<ChunkPool>();  // likewise
     Team team;
     std::mutex working;  // held by who has the team
 
@@ -174,6 +185,8 @@ inline LetterTable::LetterTable(const Vocabulary& vocabulary, std::shared_ptr<co
         if (token >= 0) add(vocabulary, token, place.count, place.left, numbers);
         return place;
     });
+    for (int room = 1; room <= SHORT_RUN + 1; room++)  // what has fewer letters fits too
+        for (int i = 0; i < vocabulary.num_words; i++) masks[room][i] |= masks[room - 1][i];
     tails.build(numbers);
     num_bytes = masks.size() * vocabulary.num_words * sizeof(uint32_t) + 48 * tails.size();
 }
@@ -189,8 +202,8 @@ inline void LetterTable::add(
     }
     longest = std::max(longest, count);
     if (count > SHORT_RUN) long_ones.push_back({token, count});
-    for (int room = std::min(count, SHORT_RUN + 1); room <= SHORT_RUN + 1; room++)
-        vocabulary.each_twin(token, [&](int id) { masks[room][id / 32] |= 1u << id % 32; });
+    Mask& mask = masks[std::min(count, SHORT_RUN + 1)];
+    vocabulary.each_twin(token, [&](int id) { mask[id / 32] |= 1u << id % 32; });
 }
 
 }  // namespace gapless
