@@ -31,26 +31,45 @@ _LAYER = {
 }
 
 
-def random_rows(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
+def _layer(num_experts: int) -> dict[str, tuple[int, ...]]:
+    if num_experts == 0:
+        return dict(_LAYER)
+    in_stacks = {f"{name}_exps": (num_experts, *shape) for name, shape in _LAYER.items() if name.startswith("ffn_")}
+    return {name: shape for name, shape in _LAYER.items() if not name.startswith("ffn_")} | in_stacks
+
+
+def random_rows(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """The bytes of random rows; numbers are about 0.05."""
     dice, stored = np.random.default_rng(seed), gguf.GGMLQuantizationType[kind]
     if kind not in _HALVES:
         return gguf.quants.quantize(dice.normal(0, 0.05, shape).astype(np.float32), stored)
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[stored]
-    blocks = dice.integers(0, 256, (shape[0], shape[1] // block_size, block_bytes), dtype=np.uint8)
+    blocks = dice.integers(0, 256, (*shape[:-1], shape[-1] // block_size, block_bytes), dtype=np.uint8)
     for place in _HALVES[kind]:
-        halves = dice.uniform(1e-5, 1e-4, (*blocks.shape[:2], 1)).astype(np.float16)
+        halves = dice.uniform(1e-5, 1e-4, (*blocks.shape[:-1], 1)).astype(np.float16)
         blocks[..., place : place + 2] = halves.view(np.uint8)
-    return blocks.reshape(shape[0], -1)
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def write_quantized(
-    path: Path, kind: str, others: Mapping[str, str] | None = None, *, tied: bool = False, silent: bool = False
+    path: Path,
+    kind: str,
+    others: Mapping[str, str] | None = None,
+    *,
+    tied: bool = False,
+    silent: bool = False,
+    num_experts: int = 0,
 ) -> Path:
-    """A llama of one kind, except for the tensors that `others` names. silent: layers add nothing to the stream."""
+    """A llama of one kind, except for the tensors that `others` names. silent: layers add nothing to the stream.
+
+    num_experts: in place of each MLP, of which two are chosen.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     for key, size in SIZES.items():
         writer.add_uint32(f"llama.{key}", size)
+    if num_experts:
+        writer.add_uint32("llama.expert_count", num_experts)
+        writer.add_uint32("llama.expert_used_count", 2)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([*(chr(33 + i) for i in range(VOCAB_SIZE - 1)), "lo"])
@@ -59,7 +78,10 @@ def write_quantized(
     writer.add_eos_token_id(0)
     shapes = {"token_embd": (VOCAB_SIZE, HIDDEN)} | ({} if tied else {"output": (VOCAB_SIZE, HIDDEN)})
     for layer in range(NUM_LAYERS):
-        shapes |= {f"blk.{layer}.{name}": shape for name, shape in _LAYER.items()}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in _layer(num_experts).items()}
+        if num_experts:
+            router = np.random.default_rng(layer).normal(0, 0.1, (num_experts, HIDDEN)).astype(np.float32)
+            writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
     for seed, (name, shape) in enumerate(shapes.items()):
         short = name.split(".")[-1]
         used = (others or {}).get(short, kind)

@@ -77,6 +77,21 @@ def test_logits_are_near_those_of_dequantized_weights(tmp_path: Path, others: di
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_experts_stay_as_they_are_stored(tmp_path: Path, kind: str) -> None:
+    """Each is near its numbers, and a row has the same bits alone and beside others that choose other experts."""
+    path = write_quantized(tmp_path / "m.gguf", kind, {"ffn_down_exps": "Q5_0"}, num_experts=5)
+    assert settings_of(path).stored
+    model = load_stored(path)
+    assert model.is_quantized
+    ends = (1, 17, 60)
+    alone = torch.stack([Bench(model).step(Feed(0, 0, TOKENS[:end]))[0] for end in ends])
+    expected = dense_logits(path, list(TOKENS[:60]))[[end - 1 for end in ends]]
+    assert (alone - expected).norm() < 0.02 * expected.norm()
+    together = Bench(model).step(*(Feed(row, 0, TOKENS[:end]) for row, end in enumerate(ends)))
+    assert torch.equal(together, alone)
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_K", "Q6_K"])
 def test_batch_and_chunks_change_no_bit(tmp_path: Path, kind: str, threads: int) -> None:
     model = load_stored(write_quantized(tmp_path / "m.gguf", kind, {"attn_v": "Q6_K"}))

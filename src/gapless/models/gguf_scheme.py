@@ -35,9 +35,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class GGUFScheme:
-    """Weights as bytes, one run of rows after the other. Weights of different kinds may lie below each other."""
+    """Weights as bytes, one run of rows after the other. Weights of different kinds may lie below each other.
+
+    Those of all experts of a layer are one run, of equal parts.
+    """
 
     runs: tuple[Run, ...]
+    num_parts: int = 1
 
     @property
     def name(self) -> str:
@@ -69,7 +73,9 @@ class GGUFScheme:
         return _joined(found)
 
     def parts(self, weight: Weight) -> list[Weight]:
-        raise NotImplementedError("weights of experts are dequantized when they are read")
+        (run,) = self.runs
+        scheme = GGUFScheme((Run(run.kind, run.num_rows // self.num_parts, run.row_bytes),))
+        return [Weight(part, scheme) for part in weight.data.chunk(self.num_parts)]
 
     def transposed(self, weight: Weight) -> Weight:
         """As numbers: blocks lie along rows."""
@@ -86,9 +92,11 @@ class GGUFScheme:
 
 
 def stored_weight(kind: int, rows: npt.NDArray[np.uint8]) -> Weight:
-    """A weight from the bytes of its rows [num_rows, row_bytes], which are copied."""
+    """A weight from the bytes of its rows [num_rows, row_bytes], or of some experts', which are copied."""
     data = torch.from_numpy(rows.copy()).flatten()
-    return Weight(data, GGUFScheme((Run(kind, *rows.shape),)))
+    num_parts = len(rows) if rows.ndim > 2 else 1
+    num_rows, row_bytes = rows.shape[-2:]
+    return Weight(data, GGUFScheme((Run(kind, num_parts * num_rows, row_bytes),), num_parts))
 
 
 def has_finite_scales(kind: int, rows: npt.NDArray[np.uint8]) -> bool:

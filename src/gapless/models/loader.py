@@ -32,7 +32,6 @@ from gapless.models.reader import ReadWeight
 from gapless.models.registry import gguf_config, hf_config
 from gapless.models.shapes import layer_matrices, weight_shapes
 from gapless.models.source import ModelSource
-from gapless.models.spec import Feature
 from gapless.models.weight import Weight
 from gapless.models.weights import DummyWeights, GGUFWeights, SafetensorsWeights, Shapes, Weights
 
@@ -159,18 +158,21 @@ def why_not_stored(config: ModelConfig) -> str | None:
         return "the weights are not those of a GGUF"
     if others := [kind for kind in config.kinds if kind not in KINDS.values()]:
         return f"{others[0]} weights"
-    if Feature.EXPERTS in config.features():
-        return "experts"
+    if any(layer.mlp.num_shared for layer in config.layers):
+        return "shared experts"
     kv_size = config.num_kv_heads * config.head_dim
     return f"keys of {kv_size} numbers, which is no multiple of {_PANEL}" if kv_size % _PANEL else None
 
 
 def _kinds(file: GGUFFile, config: ModelConfig) -> tuple[str, ...]:
-    """Of the matrices that are multiplied by; a table of positions is only looked up."""
+    """Of the matrices that are multiplied by. A table of positions is only looked up; a router is never quantized."""
     sizes: Counter[str] = Counter()
+    names = config.names
+    aside = {f"{names.positions}.weight"}
+    aside |= {f"{names.of_layer(index, names.router)}.weight" for index in range(config.num_layers)}
     for name in weight_shapes(config):
         tensor = file.tensors.get(name)
-        if tensor is not None and len(tensor.shape) > 1 and name != f"{config.names.positions}.weight":
+        if tensor is not None and len(tensor.shape) > 1 and name not in aside:
             sizes[tensor.checked_kind().name] += prod(tensor.shape)
     return tuple(kind for kind, _ in sizes.most_common())
 

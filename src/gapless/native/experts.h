@@ -15,7 +15,8 @@ namespace gapless {
 
 template <class T>
 struct ExpertWeights {
-    Linear<T> router;
+    Linear<T> router;               // where experts are quantized, its bias alone
+    float* router_table = nullptr;  // there its weights [logits][hidden_size], which files do not quantize
     std::vector<Linear<T>> gate_up, down;  // of each expert
 };
 

@@ -165,6 +165,11 @@ class Model {
             memcpy(to, data, (long)num_outputs * shape.hidden_size * sizeof(Weight));
             return;
         }
+        if (part == ROUTER && QUANTIZED) {
+            float* to = layers[layer].experts.router_table + (long)first * shape.hidden_size;
+            memcpy(to, data, (long)num_outputs * shape.hidden_size * sizeof(float));
+            return;
+        }
         Linear<T>& linear = product(part, layer);
         auto place = [&](int n) { return panel_of(part, first + n); };
         if constexpr (QUANTIZED) {
@@ -286,6 +291,7 @@ class Model {
     void make(ExpertWeights<T>& experts) {
         const int hidden = shape.hidden_size, inner = shape.inner_size;
         make(experts.router, shape.num_routed(), hidden);
+        if (QUANTIZED) experts.router_table = arena_.take<float>((long)shape.num_routed() * hidden);
         experts.gate_up.resize(shape.all_experts()), experts.down.resize(shape.all_experts());
         for (int e = 0; e < shape.all_experts(); e++) {
             make(experts.gate_up[e], inner, hidden, 2 * panels(inner));

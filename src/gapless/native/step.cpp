@@ -267,7 +267,7 @@ class Engine : public AnyEngine {
             if (!s.parallel) add(layer.out, layer.first_after, mixed, mixed_stride_, hidden, num_rows, thread);
             norm_rows(hidden, layer.second_norm, s.eps, num_rows, thread);
             if (s.num_experts) {
-                add_experts(layer.experts, hidden, num_rows, thread);
+                add_experts(layer.experts, layer.second_norm, hidden, num_rows, thread);
                 continue;
             }
             gate(layer.gate_up, num_rows, thread);
@@ -459,13 +459,35 @@ class Engine : public AnyEngine {
         };
     }
 
+    // A row's logits of the router where experts are quantized: it reads the row before that is rounded.
+    void route(const ExpertWeights<T>& experts, const Norm& norm, const float* row, float* logits, int thread) {
+        const Shape& s = model_.shape;
+        const int size = s.hidden_size;
+        if (norm.weight != nullptr) {
+            norm_row(row, norm, s.eps, normed_floats_[thread].data());
+            row = normed_floats_[thread].data();
+        }
+        for (int e = 0; e < s.num_routed(); e++) {
+            const float* weight = experts.router_table + (long)e * size;
+            vec products{};
+            for (int k = 0; k < size; k += LANES)
+                products = fma(load_part(row + k, size - k), load_part(weight + k, size - k), products);
+            logits[e] = sum(products) + (experts.router.bias == nullptr ? 0.0f : experts.router.bias[e]);
+        }
+    }
+
     // What the chosen experts make of the normalized rows, added to the stream. Rows of one expert lie side by side.
-    void add_experts(const ExpertWeights<T>& experts, float* hidden, int num_rows, int thread) {
+    void add_experts(const ExpertWeights<T>& experts, const Norm& norm, float* hidden, int num_rows, int thread) {
         if (num_rows == 0) return;
         const Shape& s = model_.shape;
         const int size = s.hidden_size, num_pairs = s.num_pairs(), num_threads = team_.size();
         const int num_logits = s.num_routed();
-        project(experts.router, normed_, normed_stride_, router_logits_, num_logits, num_rows, thread);
+        if constexpr (QUANTIZED)
+            each_row(thread, num_rows, [&](int i) {
+                route(experts, norm, hidden + (long)i * size, router_logits_ + (long)i * num_logits, thread);
+            });
+        else
+            project(experts.router, normed_, normed_stride_, router_logits_, num_logits, num_rows, thread);
         each_row(thread, num_rows, [&](int i) { choices_.choose(i, router_logits_ + (long)i * num_logits); });
         team_.phase(thread, 1, [&](int) { choices_.group(num_rows, experts, 2 * TOGETHER, num_threads); });
         each_row(thread, num_rows * num_pairs, [&](int pair) {

@@ -135,7 +135,7 @@ class NativeModel:
         self._set_linear(f"{prefix}UP", layer, gate.up, gate.up_bias)
 
     def _set_experts(self, layer: int, weights: ExpertWeights) -> None:
-        self._set_linear("ROUTER", layer, weights.router, weights.router_bias)
+        self._set_linear("ROUTER", layer, plain(weights.router.dense()), weights.router_bias)
         for number, expert in enumerate(weights.experts, layer * len(weights.experts)):
             self._set_gate("EXPERT_", number, expert.gate)
             self._set_linear("EXPERT_DOWN", number, expert.down, expert.down_bias)
