@@ -88,6 +88,7 @@ LAW: dict[str, tuple[str, ...]] = {
         "core.params",
         "core.structured",
         "server",
+        "trace",
         *FILES_OF_RUN,
         "llm",
         "__init__",

@@ -98,9 +98,9 @@ def wait_up(server: Server, count: int) -> None:
 def test_no_stream_notices_kills_and_restarts(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, nodes: Any
 ) -> None:
-    model = write_tiny(tmp_path_factory.mktemp("long"), max_position_embeddings=1024)
+    model = write_tiny(tmp_path_factory.mktemp("long"), max_position_embeddings=2048)
     dice = random.Random(SEED)
-    flags = ("--served-model-name", "tiny", "--num-blocks", "512", "--replicas", "3", "--ray", nodes.address)
+    flags = ("--served-model-name", "tiny", "--num-blocks", "1024", "--replicas", "3", "--ray", nodes.address)
     with running(tmp_path / "log.jsonl", model, *flags) as server:
         wait_up(server, 3)
         wanted = [read(server, number) for number in range(NUM_SEEDS)]

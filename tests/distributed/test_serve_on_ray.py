@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,12 +21,12 @@ from tiny import write_tiny
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from servers import TIMEOUT_S, Server, eventually, running
 
-NUM_STREAMS, NUM_TOKENS = 6, 700
+NUM_STREAMS, NUM_TOKENS = 6, 1500
 
 
 @pytest.fixture(scope="module")
 def long_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("long"), max_position_embeddings=1024)
+    return write_tiny(tmp_path_factory.mktemp("long"), max_position_embeddings=2048)
 
 
 def served(address: str) -> list[psutil.Process]:
@@ -39,7 +41,8 @@ def served(address: str) -> list[psutil.Process]:
     return found
 
 
-def read(server: Server, number: int) -> str:
+def read(server: Server, number: int, begun: threading.Semaphore | None = None) -> str:
+    """The text of a stream; told when it has begun."""
     stream = server.client().completions.create(
         model="tiny",
         prompt=f"prompt {number}",
@@ -48,13 +51,16 @@ def read(server: Server, number: int) -> str:
         stream=True,
         extra_body={"ignore_eos": True},
     )
-    return "".join(chunk.choices[0].text for chunk in stream)
+    first = next(iter(stream)).choices[0].text
+    if begun is not None:
+        begun.release()
+    return first + "".join(chunk.choices[0].text for chunk in stream)
 
 
 def begin(server: Server) -> openai.Stream[openai.types.Completion]:
     """A stream whose first token has come."""
     stream = server.client().completions.create(
-        model="tiny", prompt="b", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        model="tiny", prompt="b", max_tokens=NUM_TOKENS, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     return stream
@@ -65,14 +71,17 @@ def read_all(server: Server, pool: ThreadPoolExecutor) -> list[str]:
 
 
 def test_streams_survive_a_replica(tmp_path: Path, long_dir: Path, address: str) -> None:
-    flags = ("--served-model-name", "tiny", "--num-blocks", "512", "--replicas", "2", "--ray", address)
+    flags = ("--served-model-name", "tiny", "--num-blocks", "1024", "--replicas", "2", "--ray", address)
+    flags += ("--trace", str(tmp_path / "T.json"))
     with running(tmp_path / "log.jsonl", long_dir, *flags) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
         eventually(lambda: server.metric("gapless_engine_up") == 2, server)
         wanted = read_all(server, pool)
         assert len(set(wanted)) == NUM_STREAMS
         _check_session(server)
-        readers = [pool.submit(read, server, number) for number in range(NUM_STREAMS)]
-        eventually(lambda: server.metric("gapless_running_requests") == NUM_STREAMS, server)
+        begun = threading.Semaphore(0)
+        readers = [pool.submit(read, server, number, begun) for number in range(NUM_STREAMS)]
+        for _ in readers:
+            assert begun.acquire(timeout=TIMEOUT_S)
         os.kill(served(address)[0].pid, signal.SIGKILL)
         assert [reader.result(TIMEOUT_S) for reader in readers] == wanted
         assert server.metric("gapless_engine_restarts_total") == 1
@@ -82,6 +91,9 @@ def test_streams_survive_a_replica(tmp_path: Path, long_dir: Path, address: str)
         assert list(stream)[-1].choices[0].finish_reason == "length"
         assert server.process.wait(TIMEOUT_S) == 0
     assert not served(address)
+    runs = json.loads((tmp_path / "T.json").read_text())["otherData"]["runs"]
+    assert {run["label"] for run in runs} & {"replica 1", "replica 2"}, "one of them was not killed"
+    assert max(run["steps"] for run in runs) > 2 * NUM_TOKENS
 
 
 def _check_session(server: Server) -> None:
@@ -112,7 +124,7 @@ def test_wrong_wishes_are_one_line(long_dir: Path, address: str, capsys: pytest.
         ("--gpus-per-replica", "1"): "needs --replicas",
         ("--replicas", "1", "--ray", "127.0.0.1:1"): "no Ray cluster answers there",
         ("--replicas", "3", "--ray", address, "--gpus-per-replica", "1"): "too few GPUs: 3 replicas need 1 each",
-        ("--replicas", "1", "--trace", "T.json"): "--trace is for one engine",
+        ("--replicas", "1", "--trace", "nowhere/T.json"): "no such folder",
         ("--replicas", "9", "--ray", address): "too few CPUs: 9 replicas need 1 each, and the cluster has 8",
     }
     for flags, said in wrong.items():

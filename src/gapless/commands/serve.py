@@ -50,8 +50,6 @@ def replica_wishes(args: argparse.Namespace, engine: EngineOptions) -> ReplicaWi
     from gapless.distributed.cluster import NEAREST, Wishes
     from gapless.distributed.serving import ReplicaWishes, read_range
 
-    if engine.trace:
-        raise ConfigError("--trace is for one engine; leave it out, or leave --replicas, --autoscale and --ray out")
     least, most = read_range(args.autoscale) if args.autoscale is not None else (args.replicas, None)
     if least is not None and least < 1:
         raise ConfigError(f"--replicas must be at least 1, got {least}")

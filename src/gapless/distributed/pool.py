@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from gapless.server.totals import EngineTotals
 from gapless.server.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
+MOST_TRACES = 64
 GONE = "gone"  # the name under which replicas that are no more are counted together
 DRAIN_POLL_S = 0.02
 
@@ -65,6 +67,7 @@ class EnginePool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._router = Router()
         self._gone = EngineTotals()
+        self.traces: deque[tuple[str, bytes]] = deque(maxlen=MOST_TRACES)  # of engines that ended, where wanted
         self._closing = False
         self._failure: asyncio.Future[None] | None = None  # or the end
         self.on_over: list[Callable[[Flight], None]] = [self._forget]
@@ -204,6 +207,7 @@ class EnginePool:
         for flight in self.unfinished():
             self.abort(flight)
         self._home.close()
+        await asyncio.gather(*(self._take_trace(member) for member in self._members.values()))
         await asyncio.gather(*(member.supervisor.close() for member in self._members.values()))
         await self._upkeep.stop()
 
@@ -289,4 +293,9 @@ class EnginePool:
         while len(member.supervisor.roster) and time.monotonic() < deadline_s:
             await asyncio.sleep(DRAIN_POLL_S)
         self._move(member, everybody=True)
+        await self._take_trace(member)
         member.supervisor.retire()
+
+    async def _take_trace(self, member: PoolMember) -> None:
+        if self._engine.trace and (data := await member.supervisor.trace()) is not None:
+            self.traces.append((member.name, data))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
+import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,10 @@ from gapless.distributed.serve_app import ServeApp
 from gapless.errors import ConfigError
 from gapless.server.engines import Engines
 from gapless.server.options import ServerOptions
+from gapless.trace.files import TraceFiles
+from gapless.trace.timeline import load
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,20 @@ class ReplicaWishes:
             scaler = Autoscaler(least, self.most if self.most is not None else least)
             if os.path.exists(engine.model):  # replicas run in other folders
                 engine = dataclasses.replace(engine, model=os.path.abspath(engine.model))
-            yield EnginePool(engine, options, app, scaler, ray.util.get_node_ip_address(), here())
+            there = dataclasses.replace(engine, trace=bool(engine.trace) or None)  # recorded there, written here
+            pool = EnginePool(there, options, app, scaler, ray.util.get_node_ip_address(), here())
+            yield pool
+            if isinstance(engine.trace, str):
+                write_traces(engine.trace, pool.traces)
+
+
+def write_traces(name: str, saved: Iterable[tuple[str, bytes]]) -> None:
+    """One file for all replicas: each is a run in it, and times begin with its engine."""
+    found = [(replica, load(io.BytesIO(data))) for replica, data in saved]
+    timelines = [dataclasses.replace(timeline, label=f"replica {replica}") for replica, timeline in found]
+    files = TraceFiles.at(name)
+    files.write(timelines)
+    log.info("timeline: %s", files)
 
 
 def _check_serve() -> None:

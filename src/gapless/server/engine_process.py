@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import io
 import itertools
 import logging
 import os
@@ -55,7 +56,9 @@ from gapless.server.messages import (
     PingLoop,
     Pong,
     ReadTimeline,
+    ReadTrace,
     Ready,
+    SavedTrace,
     Scores,
     Start,
     SubmitFlight,
@@ -177,6 +180,10 @@ class EngineProcess:
                 self._engine.ping(partial(self._outbox.put, Pong(id)))
             case CompileGrammar(id, structured):
                 self._compile(id, structured)
+            case ReadTrace(id):
+                data = io.BytesIO()
+                self._engine.monitor.timeline().save(data)
+                self._channel.send(SavedTrace(id, data.getvalue()))
             case ReadTimeline(id, seconds):
                 self._channel.send(LaneTimes(id, *read_timeline(self._engine.monitor, seconds)))
             case _:

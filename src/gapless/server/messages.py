@@ -57,6 +57,10 @@ class ReadTimeline(WireMessage, frozen=True):
     seconds: float
 
 
+class ReadTrace(WireMessage, frozen=True):
+    id: int
+
+
 class CompileGrammar(WireMessage, frozen=True):
     id: int
     structured: Structured
@@ -66,7 +70,7 @@ class CloseEngine(WireMessage, frozen=True):
     """End."""
 
 
-ToEngine = Start | SubmitFlight | AbortFlight | PingLoop | ReadTimeline | CompileGrammar | CloseEngine
+ToEngine = Start | SubmitFlight | AbortFlight | PingLoop | ReadTimeline | ReadTrace | CompileGrammar | CloseEngine
 
 
 # -- from the engine process -------------------------------------------------------------------------------------------
@@ -157,6 +161,13 @@ class LaneTimes(WireMessage, frozen=True):
     lanes: dict[str, list[LaneSpan]]
 
 
+class SavedTrace(WireMessage, frozen=True):
+    """The timeline of the last steps, as `Timeline.save` writes it."""
+
+    id: int
+    data: bytes
+
+
 class Failed(WireMessage, frozen=True):
     """The engine's last words: a step raised, or the loop died. These requests were in it."""
 
@@ -170,7 +181,9 @@ class Log(WireMessage, frozen=True):
     message: str
 
 
-FromEngine = Loading | LoadFailed | Ready | News | Pong | GrammarChecked | EnginePulse | LaneTimes | Failed | Log
+FromEngine = (
+    Loading | LoadFailed | Ready | News | Pong | GrammarChecked | EnginePulse | LaneTimes | SavedTrace | Failed | Log
+)
 
 
 def pack_scores(scores: Sequence[TokenLogprob | None]) -> Scores:

@@ -10,10 +10,19 @@ from collections.abc import Callable
 
 from gapless.core.structured import Structured
 from gapless.server.channel import Disconnected
-from gapless.server.messages import CompileGrammar, GrammarChecked, LaneTimes, PingLoop, Pong, ReadTimeline
+from gapless.server.messages import (
+    CompileGrammar,
+    GrammarChecked,
+    LaneTimes,
+    PingLoop,
+    Pong,
+    ReadTimeline,
+    ReadTrace,
+    SavedTrace,
+)
 
-EngineQuestion = PingLoop | ReadTimeline | CompileGrammar
-EngineAnswer = Pong | LaneTimes | GrammarChecked
+EngineQuestion = PingLoop | ReadTimeline | ReadTrace | CompileGrammar
+EngineAnswer = Pong | LaneTimes | SavedTrace | GrammarChecked
 
 
 class Questions:
@@ -32,6 +41,11 @@ class Questions:
         """The last seconds of each lane, or None."""
         answer = await self._ask(lambda id: ReadTimeline(id, seconds), timeout_s)
         return answer if isinstance(answer, LaneTimes) else None
+
+    async def trace(self, timeout_s: float) -> bytes | None:
+        """The timeline of the last steps, saved, or None."""
+        answer = await self._ask(ReadTrace, timeout_s)
+        return answer.data if isinstance(answer, SavedTrace) else None
 
     async def check_grammar(self, structured: Structured, timeout_s: float) -> GrammarChecked | None:
         """Whether the engine can compile it; None if the engine did not answer."""

@@ -40,6 +40,7 @@ from gapless.server.messages import (
     Over,
     Pong,
     Ready,
+    SavedTrace,
     Start,
     SubmitFlight,
     ToEngine,
@@ -178,6 +179,10 @@ class Supervisor:
         """The last seconds of each lane, or None."""
         return await self._questions.timeline(seconds, timeout_s) if self.is_ready else None
 
+    async def trace(self) -> bytes | None:
+        """The timeline of the last steps, saved, or None."""
+        return await self._questions.trace(TRACE_S) if self.is_ready else None
+
     async def check_grammar(self, structured: Structured, timeout_s: float) -> GrammarChecked | None:
         """Whether the engine can compile it; None if the engine did not answer."""
         return await self._questions.check_grammar(structured, timeout_s) if self.is_ready else None
@@ -313,7 +318,7 @@ class Supervisor:
                 self._take_news(message)
             case EnginePulse():
                 self._observe(message)
-            case Pong() | LaneTimes() | GrammarChecked():
+            case Pong() | LaneTimes() | SavedTrace() | GrammarChecked():
                 self._questions.take(message)
             case Ready():
                 self._be_ready(message)

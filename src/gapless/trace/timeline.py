@@ -6,11 +6,12 @@ runs of several processes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -141,21 +142,21 @@ class Timeline:
             "d2h": _spans(s.d2h_begin, s.d2h_end, "copy out", s.step, zero),
         }
 
-    def save(self, path: Path) -> None:
-        """Write it to a file for this machine."""
+    def save(self, place: Path | IO[bytes]) -> None:
+        """Write it for programs, to a file or a stream."""
         columns = {
             f"{name}.{f.name}": getattr(getattr(self, name), f.name)
             for name, kind in COLUMN_SETS.items()
             for f in fields(kind)
         }
         head = json.dumps([self.label, self.began, self.ended, self.facts])
-        with path.open("wb") as file:
+        with place.open("wb") if isinstance(place, Path) else contextlib.nullcontext(place) as file:
             np.savez(file, head=np.array(head), **columns)
 
 
-def load(path: Path) -> Timeline:
-    """Read a file of `save`."""
-    with np.load(path) as file:
+def load(place: Path | IO[bytes]) -> Timeline:
+    """Read what `save` wrote."""
+    with np.load(place) as file:
         label, began, ended, facts = json.loads(str(file["head"]))
         parts: list[Any] = [
             kind(*(file[f"{name}.{f.name}"] for f in fields(kind))) for name, kind in COLUMN_SETS.items()
