@@ -135,6 +135,13 @@ def test_each_kv_head_has_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [attention.stream_sizes(1) for attention in made] == [None, MANY_ROWS]
 
 
+def test_up_to_how_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "generation", lambda: 9)
+    pools = [torch.zeros(4, 2 * 8, 128, dtype=torch.bfloat16)]
+    found = TritonAttention(pools, 16, specs(16, 8, 128), 8, 132)
+    assert [found.stream_sizes(count) for count in (132, 133, 256, 264, 265)] == [MANY_ROWS] * 4 + [None]
+
+
 @pytest.mark.parametrize("language", OTHERS)
 def test_a_triton_that_names_things_otherwise_has_none(
     monkeypatch: pytest.MonkeyPatch, language: ModuleType | None
