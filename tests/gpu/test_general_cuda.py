@@ -10,12 +10,14 @@ import torch
 from family_cases import LENGTHS, MAX_LENGTH, NUM_STEPS, Case, check, random_tokens, save_hf
 from gapless import LLM, SamplingParams
 from gapless.models.spec import Feature
+from gapless.runner.kits.cuda import NOT_CAPTURED
 from general_cases import FAST
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
+COPIES = ("deepseek v3, values narrower than keys",)  # to the GPU, in the middle of a step, which no graph can hold
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -27,6 +29,8 @@ def test_tokens_and_scores_are_those_of_transformers(tmp_path: Path, name: str) 
     options = {"device": "cuda", "dtype": "float32", "max_num_rows": 4, "max_batch_tokens": 16}
     with LLM(tmp_path, depth=2, max_model_len=MAX_LENGTH, **options) as llm:
         found = llm.generate(prompts, params)
-        assert llm.engine.monitor.ledger()[Feature.GENERAL] >= NUM_STEPS
+        ledger = llm.engine.monitor.ledger()
+    assert ledger[NOT_CAPTURED if name in COPIES else Feature.GENERAL] >= NUM_STEPS
+    assert not [reason for reason in ledger if reason.startswith("no graph")], ledger
     for done in found:
         check(Case(tmp_path, model), done)

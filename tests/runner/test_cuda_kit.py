@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from test_graphs import Played
 
+import family_cases
 from gapless import LLM, SamplingParams, device
 from gapless.config import EngineOptions
 from gapless.device.cpu import CpuDevice, InlineDriver
@@ -20,9 +21,11 @@ from gapless.errors import ConfigError
 from gapless.models.invariant_layers import InvariantLayers
 from gapless.models.loader import load_config
 from gapless.models.source import resolve as find
+from gapless.models.spec import Feature
 from gapless.proof.tiny import FAMILIES, raw_config
 from gapless.runner import graphs, ladder
-from gapless.runner.kits.cuda import CudaKit, make_layers
+from gapless.runner.kits.cuda import NOT_CAPTURED, CudaKit, make_layers
+from general_cases import FAST
 from tiny import CPU
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has the real one: tests/gpu")
@@ -85,6 +88,37 @@ def test_an_engine_of_experts_gives_the_tokens_of_torch(
     with LLM(tmp_path, device="cuda", **options) as llm:
         assert [item.token_ids for item in llm.generate(prompts, GREEDY)] == expected
         assert not llm.engine.monitor.ledger()
+
+
+@pytest.fixture
+def no_family(tmp_path: Path) -> Path:
+    """A model without a family. transformers reads `torch.cuda` when its code is loaded, so before that is patched."""
+    from transformers import GemmaForCausalLM
+
+    assert GemmaForCausalLM.__name__ not in {family["architectures"][0] for family in FAMILIES.values()}
+    (tmp_path / "config.json").write_text(json.dumps(family_cases.raw_config(**FAST["gemma"])))
+    return tmp_path
+
+
+@pytest.mark.parametrize("captured", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_the_general_path_gives_the_tokens_of_torch(
+    no_family: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    """In graphs, or without them where transformers' code waits for a number of the device."""
+    options: dict[str, Any] = {"max_num_rows": 1, "max_batch_tokens": 4, "num_blocks": 4, "depth": 1}
+    options |= {"dtype": "float32", "load_format": "dummy", "max_model_len": 64}
+    prompts = [[3, 4, 5, 6, 7, 8]]
+    with LLM(no_family, device="cpu", **options) as llm:
+        expected = [item.token_ids for item in llm.generate(prompts, GREEDY)]
+    if not captured:
+        monkeypatch.setattr(graphs, "record", refuse_to_capture)
+    with LLM(no_family, device="cuda", **options) as llm:
+        assert [item.token_ids for item in llm.generate(prompts, GREEDY)] == expected
+        assert list(llm.engine.monitor.ledger()) == [Feature.GENERAL if captured else NOT_CAPTURED]
+
+
+def refuse_to_capture(*args: object) -> None:
+    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 def test_what_a_gpu_refuses(tmp_path: Path) -> None:

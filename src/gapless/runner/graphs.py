@@ -65,7 +65,10 @@ class GraphRunner:
         *,
         processed: bool = False,
     ) -> None:
-        """slow_reason: why the model's layers are not the fused ones. processed: there may be logits processors."""
+        """slow_reason: why layers are slower than they could be, as the ledger says it for every step.
+
+        processed: there may be logits processors.
+        """
         self._runner = runner
         self._slow_reason = slow_reason
         self._step = step
@@ -87,7 +90,7 @@ class GraphRunner:
     def fill(self, plan: Plan, out: IntArray) -> Filled:
         """Pack the plan the way its step will read it."""
         if self._slow_reason is not None:
-            self.ledger[f"no fused layers: {self._slow_reason}"] += 1
+            self.ledger[self._slow_reason] += 1
         shape = self._shape(plan)
         if shape is None:
             self._resident = None

@@ -33,7 +33,7 @@ from gapless.models.ranked_layers import on_ranks
 from gapless.models.skinny_layers import SkinnyLayers
 from gapless.models.source import ModelSource
 from gapless.models.spec import Feature
-from gapless.models.transformers_model import TransformersLM, load_transformers
+from gapless.models.transformers_model import load_transformers
 from gapless.runner.attention_choice import candidates, make_attention
 from gapless.runner.draw import pick, score
 from gapless.runner.graphs import GraphRunner
@@ -56,6 +56,9 @@ from gapless.runner.shared_draw import shared
 from gapless.runner.step import Step
 
 log = logging.getLogger(__name__)
+
+# transformers' own code, where it waits for the device or copies to it, which no graph can hold
+NOT_CAPTURED = f"{Feature.GENERAL}, not captured"
 
 
 class CudaKit:
@@ -114,11 +117,17 @@ class CudaKit:
         kv = make_kv_store(device, resolved, heads_first=False)
         attention, choice = choose_attention(device, kv, resolved)
         step = Step(model, attention, shared(pick, group), score)
-        if isinstance(model, TransformersLM):  # its code may look at numbers on the host, so steps are not captured
-            eager = Runner(device, limits, kv, step, str(Feature.GENERAL))
-            return Built(resolved, device, eager, in_blocks(kv, resolved), attention=choice)
-        runner = Runner(device, limits, kv, step)
-        graphs = GraphRunner(runner, step, limits, device, progress, resolved.slow_reason, processed=processed)
+        runner = Runner(device, limits, kv, step, NOT_CAPTURED if resolved.model.is_general else None)
+        reason = f"no fused layers: {resolved.slow_reason}" if resolved.slow_reason else None
+        if resolved.model.is_general:
+            reason = str(Feature.GENERAL)
+        try:
+            graphs = GraphRunner(runner, step, limits, device, progress, reason, processed=processed)
+        except RuntimeError as error:
+            if not resolved.model.is_general or "captur" not in str(error):
+                raise
+            log.warning("%s: steps are not captured: %s", resolved.model.architecture, str(error).split("\n")[0])
+            return Built(resolved, device, runner, in_blocks(kv, resolved), attention=choice)
         device.late.watch_names("first product", product_shapes)
         return Built(resolved, device, graphs, in_blocks(kv, resolved), str(graphs.cost), choice)
 
