@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from gapless.kernels import experts, narrow_experts
 from gapless.kernels import one_row_experts as one_row
-from gapless.kernels.launch import pdl, shared_memory_bytes
+from gapless.kernels.launch import AMPERE, generation, pdl, shared_memory_bytes
 from gapless.kernels.products import SPARE_BYTES, SQUARES_TILES
 from gapless.kernels.tilings import MAX_ROWS
 
@@ -192,7 +192,8 @@ def _grouped(
     if scales is not None:
         assert stream.num_squares == 0
         narrow_experts.grouped_narrow[grid](
-            x, weight, scales, bias, out, *lists, factors, num_rows, PACKED=2 * weight.shape[2],
+            x, weight, scales, bias, out, *lists, factors, num_rows,
+            PACKED=2 * weight.shape[2], IN_PAIRS=x.dtype == torch.bfloat16 and generation() >= AMPERE,
             **sizes, **stack.lists(), **pdl(),
         )  # fmt: skip
         return out

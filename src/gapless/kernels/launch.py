@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-HOPPER = 9
+AMPERE, HOPPER = 8, 9
 
 
 @cache
