@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tiny_models import raw_config, save_gguf
 
+from family_cases import QWEN2_MOE
 from gapless.errors import CorruptModel, ModelError, UnsupportedModel
 from gapless.models.config import ModelConfig
 from gapless.models.gguf_file import GGUFFile
@@ -148,6 +149,11 @@ def test_refusal_lists_what_is_supported() -> None:
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
         ({"num_hidden_layers": 1.5}, "num_hidden_layers"),
         ({"num_hidden_layers": 10**9}, "layers"),
+        (QWEN2_MOE | {"mlp_only_layers": "0"}, "mlp_only_layers is '0', not a list of layers"),
+        (QWEN2_MOE | {"mlp_only_layers": [[0]]}, "mlp_only_layers"),
+        (QWEN2_MOE | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size"),
+        (QWEN2_MOE | {"shared_expert_intermediate_size": 2**30}, "the size of the shared expert"),
+        (QWEN2_MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, there are 5 experts"),
         ({"num_key_value_heads": 3}, "key-value heads"),
         ({"head_dim": 7}, "odd"),
         ({"architectures": 5}, "architectures is 5"),

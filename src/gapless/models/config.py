@@ -96,6 +96,8 @@ class ModelConfig:
         yield "vocab_size", self.vocab_size
         yield "hidden_size", self.hidden_size
         yield "intermediate_size", max(layer.mlp.size for layer in self.layers)
+        experts = [layer.mlp.experts for layer in self.layers if layer.mlp.experts is not None]
+        yield "the size of the shared expert", max((each.shared_size for each in experts), default=0)
         yield "head_dim times the number of heads", (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 

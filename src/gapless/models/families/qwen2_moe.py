@@ -13,7 +13,7 @@ ARCHITECTURE = "Qwen2MoeForCausalLM"
 def with_experts(keys: Keys, config: ModelConfig, experts: MlpSpec) -> ModelConfig:
     """The model with experts in the layers that have some."""
     step, left_out = keys.size("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
-    if not isinstance(left_out, list):
+    if not isinstance(left_out, list) or not all(type(index) is int for index in left_out):
         raise keys.wrong("mlp_only_layers", "a list of layers")
     layers = [
         layer if index in left_out or (index + 1) % step else replace(layer, mlp=experts)
