@@ -8,10 +8,10 @@ import pytest
 import torch
 from batches import BLOCK_SIZE, DEVICE, SHAPES, Shape, make_batch
 
-from gapless.attention.base import FP8, KVUnits
+from gapless.attention.base import FP8
 from gapless.attention.reference import ReferenceAttention
 from gapless.models.rope import RotaryRotation
-from gapless.models.spec import AttentionSpec
+from gapless.models.spec import AttentionSpec, KVUnits
 from interpreted_fp8 import mend_casts
 
 UNITS = KVUnits(k=0.25, v=3.0)

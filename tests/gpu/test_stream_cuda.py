@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from gapless.attention.base import FP8, AttentionBatch, KVUnits
+from gapless.attention.base import FP8, AttentionBatch
 from gapless.models.rope import RotaryRotation
-from gapless.models.spec import AttentionSpec
+from gapless.models.spec import AttentionSpec, KVUnits
 
 pytestmark = [
     pytest.mark.gpu,

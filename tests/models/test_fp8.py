@@ -180,3 +180,50 @@ def test_fp8_weights_without_a_word_in_the_config(tmp_path: Path) -> None:
 def test_options(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="quantization must be one of auto, none, fp8, got 'int8'"):
         LLM(tmp_path, quantization="int8")
+
+
+def add_scales(folder: Path, scales: dict[str, torch.Tensor]) -> None:
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | scales, path)
+
+
+@pytest.mark.parametrize(
+    "names", ["self_attn.{}_scale", "self_attn.{0}_proj.{0}_scale", "self_attn.{}_proj.output_scale"]
+)
+def test_scales_of_the_cache(tmp_path: Path, names: str) -> None:
+    """They count in an FP8 cache alone; a layer without them has 1."""
+    save_hf(tmp_path, **SIZES)
+    quantize(tmp_path, "compressed, tensor")
+    tokens, params = list(range(3, 40)), SamplingParams(max_tokens=1, temperature=0, logprobs=5)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 16}
+
+    def logprobs(**more: Any) -> Any:
+        with LLM(tmp_path, **options, **more) as llm:
+            return llm.generate([tokens], params)[0].logprobs
+
+    before = logprobs(native=False), logprobs(kv_dtype="fp8")
+    layer = "model.layers.1."
+    scales = {layer + names.format("k"): torch.tensor(1e-3), layer + names.format("v"): torch.tensor([1e-3])}
+    add_scales(tmp_path, scales)
+    assert load(tmp_path).kv_units == ()
+    units = load(tmp_path, narrow_kv=True).kv_units
+    assert [(unit.k, unit.v) for unit in units] == [(1.0, 1.0), (pytest.approx(1e-3), pytest.approx(1e-3))]
+    assert logprobs(native=False) == before[0]
+    assert logprobs(kv_dtype="fp8") != before[1]  # most of its numbers are the largest that FP8 has
+
+
+@pytest.mark.parametrize(
+    ("scale", "told"),
+    [
+        (torch.tensor(float("nan")), "self_attn.k_scale is nan, which is no scale"),
+        (torch.tensor(0.0), "self_attn.k_scale is 0.0, which is no scale"),
+        (torch.ones(2), r"self_attn.k_scale has shape \(2,\); kv_dtype fp8 takes one scale"),
+    ],
+)
+def test_wrong_scales_of_the_cache(tmp_path: Path, scale: torch.Tensor, told: str) -> None:
+    save_hf(tmp_path, **SIZES)
+    quantize(tmp_path, "compressed, tensor")
+    add_scales(tmp_path, {"model.layers.0.self_attn.k_scale": scale})
+    with pytest.raises((CorruptModel, UnsupportedModel), match=told):
+        load(tmp_path, narrow_kv=True)
+    load(tmp_path)

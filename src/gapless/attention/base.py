@@ -41,14 +41,6 @@ FP8 = torch.float8_e4m3fn  # of a narrow KV cache
 MAX_FP8 = 448.0
 
 
-@dataclass(frozen=True, slots=True)
-class KVUnits:
-    """What a 1 in a layer's KV cache stands for. It differs from 1 only in a cache of FP8."""
-
-    k: float = 1.0
-    v: float = 1.0
-
-
 # (layer, heads [n, num_heads + 2 * num_kv_heads, head_dim]: q, k, v, rotation) -> [n, num_heads * head_dim]
 Attend = Callable[[int, torch.Tensor, Rotation], torch.Tensor]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from gapless.attention.base import FP8, MAX_FP8, Attend, AttentionBatch, KVUnits, Rotation, Span
-from gapless.models.spec import AttentionSpec
+from gapless.attention.base import FP8, MAX_FP8, Attend, AttentionBatch, Rotation, Span
+from gapless.models.spec import AttentionSpec, KVUnits
 
 
 @dataclass(frozen=True, slots=True)

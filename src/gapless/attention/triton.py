@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from gapless.attention.base import FP8, Attend, AttentionBatch, KVUnits, Rotation
+from gapless.attention.base import FP8, Attend, AttentionBatch, Rotation
 from gapless.kernels.attention import decode, rotate_and_store
 from gapless.kernels.chunk_tiles import SIZE, cut
 from gapless.kernels.launch import HOPPER, beside, generation, gluon_kernels, pdl
 from gapless.kernels.prefill import prefill
 from gapless.kernels.score_options import ScoreOptions
-from gapless.models.spec import KERNELS, AttentionSpec, attention_features, lacking
+from gapless.models.spec import KERNELS, AttentionSpec, KVUnits, attention_features, lacking
 
 if TYPE_CHECKING:
     from gapless.kernels.hopper_prefill import HopperPrefill

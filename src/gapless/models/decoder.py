@@ -15,7 +15,7 @@ from gapless.models.config import ModelConfig
 from gapless.models.layers import PLAIN, Hidden, Layers
 from gapless.models.reader import LayerReader, ReadWeight, read_last_norm
 from gapless.models.rope import RotaryRotation, RotaryTable
-from gapless.models.spec import AttentionSpec, LayerSpec
+from gapless.models.spec import AttentionSpec, KVUnits, LayerSpec
 
 # attend(layer, heads, rotation) rotates q and k, stores k and v, and returns attention [n, num_heads * head_dim].
 # heads is [n, num_heads + 2 * num_kv_heads, head_dim]: q, k and v side by side.
@@ -25,7 +25,7 @@ AttendLayer = Callable[[int, Tensor, RotaryRotation], Tensor]
 class CausalLM:
     """To be called under torch.inference_mode."""
 
-    __slots__ = ("config", "embed", "head", "layers", "norm", "places", "rotary")
+    __slots__ = ("config", "embed", "head", "kv_units", "layers", "norm", "places", "rotary")
 
     def __init__(
         self,
@@ -34,12 +34,13 @@ class CausalLM:
         max_positions: int | None = None,
         *,
         layers: Layers = PLAIN,
+        kv_units: tuple[KVUnits, ...] = (),
     ) -> None:
         """max_positions: how many positions a rope table holds, all of the config's unless given.
 
-        layers: makes the parts, the way they run on this device.
+        layers: makes the parts, the way they run on this device. kv_units: of each layer, for an FP8 cache.
         """
-        self.config = config
+        self.config, self.kv_units = config, kv_units
         names = config.names
         table = read(f"{names.embedding}.weight")
         self.embed = layers.embed(table, config.embedding_scale)

@@ -1,17 +1,20 @@
 """FP8 weights of a checkpoint, each with its scale, checked before any of them is read.
 
 Shows weight and scale as the one weight that they stand for. Scales of inputs are left aside: rows of inputs are
-scaled by what they hold. Knows no model.
+scaled by what they hold. Scales of keys and values are read where the KV cache is FP8. Knows no model.
 """
 
+import math
 import re
 
 import torch
 from torch import Tensor
 
-from gapless.errors import CorruptModel
+from gapless.errors import CorruptModel, UnsupportedModel
 from gapless.models.fp8 import BLOCK, FP8
+from gapless.models.names import WeightNames
 from gapless.models.quantized import Fp8Format, Grain
+from gapless.models.spec import KVUnits
 from gapless.models.weights import SafetensorsWeights, Shapes
 
 STORED = "F8_E4M3"  # in a safetensors file
@@ -46,6 +49,32 @@ class Fp8Weights:
         if grain == "block":
             return scale.repeat_interleave(BLOCK, dim=0)[:num_rows]
         return scale.reshape(-1, 1).expand(num_rows, 1).contiguous()
+
+    def read_kv_units(self, names: WeightNames, num_layers: int) -> tuple[KVUnits, ...]:
+        """Of each layer, the scales that the checkpoint has for its keys and values; 1 where it has none."""
+        return tuple(
+            KVUnits(
+                *(self._kv_unit(names.of_layer(layer, name), part) for name, part in ((names.k, "k"), (names.v, "v")))
+            )
+            for layer in range(num_layers)
+        )
+
+    def _kv_unit(self, projection: str, part: str) -> float:
+        """Its name is that of the attention, of the projection, or of the projection's outputs."""
+        attention = projection.rpartition(".")[0]
+        spellings = f"{attention}.{part}_scale", f"{projection}.{part}_scale", f"{projection}.output_scale"
+        name = next((name for name in spellings if name in self._weights.shapes), None)
+        if name is None:
+            return 1.0
+        if math.prod(self._weights.shapes[name]) != 1:
+            shape = self._weights.shapes[name]
+            raise UnsupportedModel(
+                f"{self.origin(name)}: tensor {name} has shape {shape}; kv_dtype fp8 takes one scale"
+            )
+        unit = float(self._weights.read(name).flatten()[0])
+        if not 0 < unit < math.inf:
+            raise CorruptModel(f"{self.origin(name)}: tensor {name} is {unit}, which is no scale")
+        return unit
 
     def origin(self, name: str) -> str:
         return self._weights.origin(name)

@@ -28,10 +28,10 @@ from gapless.models.linear import plain
 from gapless.models.mapped_scheme import mapped as mapped_weight
 from gapless.models.mxfp4 import BLOCKS, Mxfp4Scheme, Mxfp4Weights, are_powers
 from gapless.models.part_weights import PartWeights, divisible
-from gapless.models.reader import ReadWeight
 from gapless.models.registry import gguf_config, hf_config
 from gapless.models.shapes import layer_matrices, weight_shapes
 from gapless.models.source import ModelSource
+from gapless.models.spec import KVUnits
 from gapless.models.weight import Weight
 from gapless.models.weights import DummyWeights, GGUFWeights, SafetensorsWeights, Shapes, Weights
 
@@ -94,10 +94,11 @@ def load_model(
     keeps_mxfp4: bool = False,
     layers: Layers = PLAIN,
     progress: LoadProgress | None = None,
+    narrow_kv: bool = False,
 ) -> CausalLM:
     """Reads weights one at a time onto the device; `seed` counts for dummy weights, which need no weight files.
 
-    fp8_linear: products with FP8 weights on this device; None: they are made whole.
+    fp8_linear: products with FP8 weights on this device; None: they are made whole. narrow_kv: the KV cache is FP8.
     keeps_mxfp4: the layers multiply by MXFP4 weights as they are.
     """
     read = open_weights(
@@ -112,8 +113,9 @@ def load_model(
         keeps_mxfp4=keeps_mxfp4,
         progress=progress,
     )
+    kv_units = read.kv_units(config) if narrow_kv else ()
     with torch.inference_mode():
-        return CausalLM(config, read, max_positions, layers=layers)
+        return CausalLM(config, read, max_positions, layers=layers, kv_units=kv_units)
 
 
 def open_weights(
@@ -130,7 +132,7 @@ def open_weights(
     progress: LoadProgress | None = None,
     stored: bool = False,
     mapped: bool = False,
-) -> ReadWeight:
+) -> "WeightReader":
     """All weights are there and have the config's shapes; the function reads one by its name.
 
     stored: matrices of a GGUF come as they are stored, if `why_not_stored` has no reason against it.
@@ -146,7 +148,7 @@ def open_weights(
     is_chosen = quantization == "fp8" or (load_format == "dummy" and config.fp8 is not None)
     chosen = layer_matrices(config) if is_chosen else frozenset()
     checks = load_format != "dummy"
-    reader = _Reader(weights, len(expected), dtype, device, progress, checks=checks, stored=kept)
+    reader = WeightReader(weights, len(expected), dtype, device, progress, checks=checks, stored=kept)
     reader.narrow(scheme, chosen, Mxfp4Scheme(dtype) if keeps_mxfp4 and quantization != "none" else None)
     reader.keeps_mapped = mapped
     return reader
@@ -197,7 +199,7 @@ def _open_source(
     return Mxfp4Weights(weights) if any(name.endswith(BLOCKS) for name in weights.shapes) else weights
 
 
-class _Reader:
+class WeightReader:
     """Reads a weight by name onto the device and reports progress. The last one brings the check of all values."""
 
     def __init__(
@@ -225,6 +227,12 @@ class _Reader:
     def narrow(self, scheme: Fp8Scheme | None, chosen: Collection[str], mxfp4: Mxfp4Scheme | None) -> None:
         """Schemes of FP8 and of MXFP4 weights; None: they are made whole. chosen: weights to be quantized to FP8."""
         self._scheme, self._chosen, self._mxfp4 = scheme, chosen, mxfp4
+
+    def kv_units(self, config: ModelConfig) -> tuple[KVUnits, ...]:
+        """Of each layer, what a 1 in an FP8 cache stands for; empty: 1."""
+        if not isinstance(self._weights, Fp8Weights):
+            return ()
+        return self._weights.read_kv_units(config.names, config.num_layers)
 
     def __call__(self, name: str) -> Weight:
         weight = self._read(name)

@@ -55,6 +55,14 @@ NATIVE = GENERAL_LAYERS - {Feature.MIXED_SIZES, Feature.GENERAL}  # the CPU's st
 
 
 @dataclass(frozen=True, slots=True)
+class KVUnits:
+    """What a 1 in a layer's KV cache stands for. It differs from 1 only in a cache of FP8."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """How one layer attends.
 

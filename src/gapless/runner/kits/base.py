@@ -25,7 +25,7 @@ from gapless.models.decoder import CausalLM
 from gapless.models.loader import LoadFormat, Quantization
 from gapless.models.rank_group import ONE_RANK, RankGroup
 from gapless.models.source import ModelSource
-from gapless.models.spec import Feature
+from gapless.models.spec import Feature, KVUnits
 from gapless.models.transformers_model import TransformersLM
 from gapless.runner.fill import Filled
 from gapless.runner.kv_store import KVStore
@@ -229,6 +229,11 @@ def make_kv_store(device: Device, resolved: Resolved, *, heads_first: bool) -> K
         dtype=resolved.kv_dtype,
         heads_first=heads_first,
     )
+
+
+def kv_units(model: LoadedModel) -> Sequence[KVUnits] | None:
+    """What a 1 in each layer's FP8 cache stands for, where the checkpoint says so; None: 1."""
+    return (model.kv_units or None) if isinstance(model, CausalLM) else None
 
 
 def in_blocks(kv: KVStore, resolved: Resolved) -> BlockMemory:

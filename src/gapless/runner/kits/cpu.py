@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from gapless.attention.base import FP8
 from gapless.attention.reference import ReferenceAttention
 from gapless.config import EngineOptions
 from gapless.device.base import Device
@@ -27,6 +28,7 @@ from gapless.runner.kits.base import (
     WeightOptions,
     check_quantization,
     in_blocks,
+    kv_units,
     make_kv_store,
     refuse,
 )
@@ -83,7 +85,8 @@ class CpuKit:
             return load_transformers(source, settings.model, **weights)
         if settings.native:
             return load_native(source, settings.model, **weights, stored=settings.stored)
-        return load_model(source, settings.model, layers=on_ranks(PLAIN, group, settings.model.vocab_size), **weights)
+        layers = on_ranks(PLAIN, group, settings.model.vocab_size)
+        return load_model(source, settings.model, layers=layers, narrow_kv=settings.kv_dtype == FP8, **weights)
 
     def assemble(
         self,
@@ -103,7 +106,7 @@ class CpuKit:
             runner = NativeRunner(device, limits, model, kv, groups)
             return Built(resolved, device, runner, BlockMemory.of(places, groups))
         specs = config.attention_specs()
-        attention = ReferenceAttention(kv.pools, limits.block_size, specs, resolved.groups.of_layer)
+        attention = ReferenceAttention(kv.pools, limits.block_size, specs, resolved.groups.of_layer, kv_units(model))
         reason = resolved.slow_reason if config.is_general else _no_native_call(resolved.slow_reason)
         plain = Runner(device, limits, kv, Step(model, attention, shared(sample, group)), reason)
         return Built(resolved, device, plain, in_blocks(kv, resolved))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 
 import torch
 
-from gapless.attention.base import Attention
+from gapless.attention.base import FP8, Attention
 from gapless.attention.invariant import InvariantAttention
 from gapless.attention.triton import TritonAttention
 from gapless.config import EngineOptions
@@ -32,7 +33,7 @@ from gapless.models.rank_group import ONE_RANK, RankGroup
 from gapless.models.ranked_layers import on_ranks
 from gapless.models.skinny_layers import SkinnyLayers
 from gapless.models.source import ModelSource
-from gapless.models.spec import Feature
+from gapless.models.spec import Feature, KVUnits
 from gapless.models.transformers_model import load_transformers
 from gapless.runner.attention_choice import candidates, make_attention
 from gapless.runner.draw import pick, score
@@ -46,6 +47,7 @@ from gapless.runner.kits.base import (
     WeightOptions,
     check_quantization,
     in_blocks,
+    kv_units,
     make_kv_store,
     refuse,
 )
@@ -100,7 +102,15 @@ class CudaKit:
             fp8_linear = NarrowLinear.maker(Workspace(weights["device"]))
         layers = on_ranks(layers, group, settings.model.vocab_size)
         with hashed_meanwhile():
-            return load_model(source, settings.model, layers=layers, fp8_linear=fp8_linear, keeps_mxfp4=True, **weights)
+            return load_model(
+                source,
+                settings.model,
+                layers=layers,
+                fp8_linear=fp8_linear,
+                keeps_mxfp4=True,
+                narrow_kv=settings.kv_dtype == FP8,
+                **weights,
+            )
 
     def assemble(
         self,
@@ -115,7 +125,7 @@ class CudaKit:
         assert not isinstance(model, NativeModel)
         limits = resolved.limits
         kv = make_kv_store(device, resolved, heads_first=False)
-        attention, choice = choose_attention(device, kv, resolved)
+        attention, choice = choose_attention(device, kv, resolved, kv_units(model))
         step = Step(model, attention, shared(pick, group), score)
         runner = Runner(device, limits, kv, step, NOT_CAPTURED if resolved.model.is_general else None)
         reason = f"no fused layers: {resolved.slow_reason}" if resolved.slow_reason else None
@@ -175,13 +185,15 @@ def make_layers(device: torch.device, dtype: torch.dtype, *, batch_invariant: bo
     return InvariantLayers(device, fused=fused) if batch_invariant else SkinnyLayers(device, fused=fused)
 
 
-def choose_attention(device: Device, kv: KVStore, resolved: Resolved) -> tuple[Attention, str]:
+def choose_attention(
+    device: Device, kv: KVStore, resolved: Resolved, units: Sequence[KVUnits] | None = None
+) -> tuple[Attention, str]:
     """The attention, and in words which one it is and why."""
     limits, config = resolved.limits, resolved.model
     sizes = kv.pools, limits.block_size, config.attention_specs(), limits.num_rows, device.num_cores
     if resolved.batch_invariant:
         return InvariantAttention(*sizes, limits.max_model_len), "attention: triton (batch-invariant)"
-    own = TritonAttention(*sizes, resolved.groups.of_layer)
+    own = TritonAttention(*sizes, resolved.groups.of_layer, units)
     attention, choice = make_attention(own, limits, resolved.attention, replay_s, device.as_launch)
     log.info("%s", choice)
     return attention, str(choice)
