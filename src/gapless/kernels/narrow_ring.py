@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gapless.kernels.ring import _any_sum, _fetch, _join, _sync
+from gapless.kernels.ring_ends import STEP, begin_ring, fetch, finish, join, load_sums, sync
 
 # Four FP8 numbers (e4m3) to bfloat16: exponent and fraction are moved up by four places, the sign by eight. Exponents
 # keep their bias, so the numbers are too small by a power of two, by which the result is multiplied.
@@ -35,7 +35,6 @@ WIDEN = gl.constexpr("""{
 }""")
 WIDENED = gl.constexpr(2.0**120)
 SCALE_BLOCK = gl.constexpr(128)  # inner places that share a scale, where scales are not those of whole columns
-STEP = gl.constexpr(64)  # of the inner dimension, that is in registers at a time
 
 
 @gluon.jit
@@ -120,12 +119,7 @@ def narrow_product(
     tiles = gl.allocate_shared_memory(weight.dtype, [NUM_STAGES * num_tiles, BLOCK_N, BLOCK_K], weight.layout)
     rows = gl.allocate_shared_memory(x.dtype.element_ty, [2, BLOCK_M, BLOCK_K], rows_shared)
     filled = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM_STAGES):
-        mbarrier.init(filled.index(i), count=1)
-    _sync()
-    for i in gl.static_range(NUM_STAGES):
-        if i < num_chunks:
-            _fetch(weight, tiles, filled, i, first_column, begin + i * BLOCK_K, True, N, GATED, stage_bytes)
+    begin_ring(weight, tiles, filled, first_column, begin, N, BLOCK_K, num_chunks, GATED, stage_bytes)
     if TRIGGER == "at once":
         gdc_launch_dependents()
     gdc_wait()  # all that came before is written from here on
@@ -140,14 +134,13 @@ def narrow_product(
     column = first_column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, out_layout))
     mask = (row < num_rows)[:, None]
     at = (row * N)[:, None] + column[None, :]
+    sums = 0.0
+    residual = 0.0
     if NORM:  # the end needs them: loaded before the loop
-        index = gl.arange(0, MAX_SQUARES, layout=gl.SliceLayout(1, sums_layout))
-        sums_row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, sums_layout))
-        sums_at = squares_in + (index * SQUARES_STRIDE)[:, None] + sums_row[None, :]
-        sums = gl.load(sums_at, mask=(index < num_squares)[:, None], other=0.0)
+        sums = load_sums(squares_in, num_squares, BLOCK_M, MAX_SQUARES, SQUARES_STRIDE, sums_layout)
     if ADD:
         residual = gl.load(out + at, mask=mask, other=0.0)
-    _sync()
+    sync()
 
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=mma)
     acc_up = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=mma)
@@ -174,10 +167,10 @@ def narrow_product(
                 gdc_launch_dependents()
         _put_rows(rows.index((chunk + 1) % 2), following)
         fence_async_shared()
-        _sync()  # all threads have read the stage, and all rows are there
+        sync()  # all threads have read the stage, and all rows are there
         ahead = chunk + NUM_STAGES
         wanted = ahead < num_chunks
-        _fetch(weight, tiles, filled, stage, first_column, begin + ahead * BLOCK_K, wanted, N, GATED, stage_bytes)
+        fetch(weight, tiles, filled, stage, first_column, begin + ahead * BLOCK_K, wanted, N, GATED, stage_bytes)
     if TRIGGER == "read":
         gdc_launch_dependents()
 
@@ -185,24 +178,13 @@ def narrow_product(
     acc_up = gl.convert_layout(acc_up.permute([1, 0]), out_layout) * WIDENED
     is_last = True
     if SPLITS > 1:
-        is_last, acc = _join(acc, parts, counters, tile, split, BLOCK_M, BLOCK_N, SPLITS, out_layout)
+        is_last, acc = join(acc, parts, counters, tile, split, BLOCK_M, BLOCK_N, SPLITS, out_layout)
     if is_last:
         if SCALES == "columns":
             acc = acc * gl.load(scales + column)[None, :]
             if GATED:
                 acc_up = acc_up * gl.load(scales + N + column)[None, :]
-        if NORM:
-            total = gl.convert_layout(_any_sum(sums, 0, False), gl.SliceLayout(1, out_layout))
-            scale = gl.rsqrt(total / K + eps)[:, None]
-            acc = acc * scale
-            acc_up = acc_up * scale
-        if GATED:
-            acc = acc / (1.0 + gl.exp(-acc)) * acc_up
-        if ADD:
-            acc += residual.to(gl.float32)
-        value = acc.to(out.dtype.element_ty)
-        gl.store(out + at, value, mask=mask)
-        if ADD:
-            kept = value.to(gl.float32)
-            squares = _any_sum(gl.where(mask, kept * kept, 0.0), 1, False)
-            gl.store(squares_out + tile * SQUARES_STRIDE + row, squares)
+        finish(
+            acc, acc_up, sums, residual, out, squares_out, row, at, mask, tile, eps,
+            K, NORM, GATED, ADD, SQUARES_STRIDE, False, out_layout,
+        )  # fmt: skip

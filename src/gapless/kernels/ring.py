@@ -11,21 +11,17 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gapless.kernels import order_free
 from gapless.kernels.cluster import copies, enter_cluster, join_in_cluster
+from gapless.kernels.ring_ends import STEP, begin_ring, fetch, finish, join, load_sums, sync
 
-_sync = getattr(gl, "barrier", None) or gl.thread_barrier
 _copy_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-_copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-SUM_BITS, LEAST_EXPONENT = gl.constexpr(order_free.SUM_BITS.value), gl.constexpr(order_free.LEAST_EXPONENT.value)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
-STEP = gl.constexpr(64)  # of the inner dimension, that the matrix units take at a time
 SWIZZLE_BYTES = 128  # a row of a step: with less, the copy engine would cut it, and lay the pieces out otherwise
 
 
@@ -67,23 +63,6 @@ def _of_step(layout, num_ctas):
 
 
 @gluon.jit
-def _fetch(
-    weight, tiles, filled, stage, column, inner, wanted,
-    N: gl.constexpr, GATED: gl.constexpr, STAGE_BYTES: gl.constexpr,
-):  # fmt: skip
-    """Request a stage of the ring: a tile of weights, or one of gate and one of up."""
-    bar = filled.index(stage)
-    mbarrier.expect(bar, STAGE_BYTES, pred=wanted)
-    if GATED:
-        _copy_tile(weight, [column, inner], bar, tiles.index(2 * stage), pred=wanted)
-        _copy_tile(weight, [N + column, inner], bar, tiles.index(2 * stage + 1), pred=wanted)
-    elif gl.num_ctas() > 1:
-        _copy_tile(weight, [inner // STEP, column, 0], bar, tiles.index(stage), pred=wanted)
-    else:
-        _copy_tile(weight, [column, inner], bar, tiles.index(stage), pred=wanted)
-
-
-@gluon.jit
 def _fetch_rows(rows, stage, at, mask, STEPS: gl.constexpr):
     """Request a stage of rows; in a cluster, a step of the inner dimension after the other."""
     if gl.num_ctas() > 1:
@@ -118,40 +97,6 @@ def _multiply(
             some = _step(tiles, num_tiles * stage + 1, step, steps).permute([1, 0])
             acc_up = mma_v2(a, some.load(gl.DotOperandLayout(1, LAYOUT, 2)), acc_up)
     return acc, acc_up
-
-
-@gluon.jit
-def _any_sum(values, axis: gl.constexpr, ORDER_FREE: gl.constexpr):
-    """The sum over an axis, as `order_free.any_sum`."""
-    if not ORDER_FREE:
-        return gl.sum(values, axis=axis)
-    largest = gl.max(values, axis=axis).to(gl.int32, bitcast=True)
-    exponent = gl.maximum(largest >> 23, LEAST_EXPONENT)
-    inverse = ((-exponent + SUM_BITS + 254) << 23).to(gl.float32, bitcast=True)
-    total = gl.sum((values * gl.expand_dims(inverse, axis) + 0.5).to(gl.int32), axis=axis)
-    return total.to(gl.float32) * ((exponent - SUM_BITS) << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _join(
-    acc, parts, counters, tile, split,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Leave this part for the last one to finish. Whether that is this one, and if so the sum of all parts."""
-    cells: gl.constexpr = BLOCK_M * BLOCK_N
-    row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-    cell = (row * BLOCK_N)[:, None] + column[None, :]
-    part_at = parts + tile * cells + cell
-    gl.store(part_at + split * gl.num_programs(0) * cells, acc)
-    _sync()  # every thread's part is written before the count says so
-    is_last = gl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-    if is_last:
-        gl.store(counters + tile, 0)  # ready for the next product
-        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=LAYOUT)
-        for other in gl.static_range(SPLITS):
-            acc += gl.load(part_at + other * gl.num_programs(0) * cells, cache_modifier=".cg")
-    return is_last, acc
 
 
 @gluon.jit(do_not_specialize_on_alignment=["num_rows"])  # as `product`
@@ -196,12 +141,7 @@ def ring_product(
         weights = tiles
         rows = gl.allocate_shared_memory(x.dtype.element_ty, [ROW_STAGES, BLOCK_M, BLOCK_K], rows_shared)
     filled = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM_STAGES):
-        mbarrier.init(filled.index(i), count=1)
-    _sync()
-    for i in gl.static_range(NUM_STAGES):
-        if i < num_chunks:
-            _fetch(weight, tiles, filled, i, first_column, begin + i * BLOCK_K, True, N, GATED, stage_bytes)
+    begin_ring(weight, tiles, filled, first_column, begin, N, BLOCK_K, num_chunks, GATED, stage_bytes)
     if TRIGGER == "at once":
         gdc_launch_dependents()
     gdc_wait()  # all that came before is written from here on
@@ -218,11 +158,10 @@ def ring_product(
     column = first_column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, mma))
     mask = (row < num_rows)[:, None]
     at = (row * N)[:, None] + column[None, :]
+    sums = 0.0
+    residual = 0.0
     if NORM:  # the end needs them: loaded before the loop
-        index = gl.arange(0, MAX_SQUARES, layout=gl.SliceLayout(1, sums_layout))
-        sums_row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, sums_layout))
-        sums_at = squares_in + (index * SQUARES_STRIDE)[:, None] + sums_row[None, :]
-        sums = gl.load(sums_at, mask=(index < num_squares)[:, None], other=0.0)
+        sums = load_sums(squares_in, num_squares, BLOCK_M, MAX_SQUARES, SQUARES_STRIDE, sums_layout)
     if ADD:
         residual = gl.load(out + at, mask=mask, other=0.0)
 
@@ -233,17 +172,17 @@ def ring_product(
         row_stage = chunk % ROW_STAGES
         async_copy.wait_group(ROW_STAGES - 1)
         mbarrier.wait(filled.index(stage), (chunk // NUM_STAGES) & 1)
-        _sync()  # rows that other threads copied are there as well
+        sync()  # rows that other threads copied are there as well
         acc, acc_up = _multiply(acc, acc_up, rows, weights, row_stage, stage, BLOCK_K, GATED, mma)
         if TRIGGER == "requested":  # noqa: SIM102 (decided when compiled)
             if chunk == max(num_chunks - NUM_STAGES, 0):
                 gdc_launch_dependents()
         if num_chunks > ROW_STAGES:
-            _sync()  # all threads have read the stages
+            sync()  # all threads have read the stages
         if num_chunks > NUM_STAGES:
             ahead = chunk + NUM_STAGES
             wanted = ahead < num_chunks
-            _fetch(weight, tiles, filled, stage, first_column, begin + ahead * BLOCK_K, wanted, N, GATED, stage_bytes)
+            fetch(weight, tiles, filled, stage, first_column, begin + ahead * BLOCK_K, wanted, N, GATED, stage_bytes)
         if num_chunks > ROW_STAGES:
             ahead = chunk + ROW_STAGES
             _fetch_rows(rows, row_stage, x_at + ahead * BLOCK_K, x_mask & (ahead < num_chunks), steps)
@@ -255,20 +194,9 @@ def ring_product(
     if num_ctas > 1:
         is_last, acc = join_in_cluster(acc, split, BLOCK_M, BLOCK_N, SPLITS, mma)
     elif SPLITS > 1:
-        is_last, acc = _join(acc, parts, counters, tile, split, BLOCK_M, BLOCK_N, SPLITS, mma)
+        is_last, acc = join(acc, parts, counters, tile, split, BLOCK_M, BLOCK_N, SPLITS, mma)
     if is_last:
-        if NORM:
-            total = gl.convert_layout(_any_sum(sums, 0, ORDER_FREE), gl.SliceLayout(1, mma))
-            scale = gl.rsqrt(total / K + eps)[:, None]
-            acc = acc * scale
-            acc_up = acc_up * scale
-        if GATED:
-            acc = acc / (1.0 + gl.exp(-acc)) * acc_up
-        if ADD:
-            acc += residual.to(gl.float32)
-        value = acc.to(out.dtype.element_ty)
-        gl.store(out + at, value, mask=mask)
-        if ADD:
-            kept = value.to(gl.float32)
-            squares = _any_sum(gl.where(mask, kept * kept, 0.0), 1, ORDER_FREE)
-            gl.store(squares_out + tile * SQUARES_STRIDE + row, squares)
+        finish(
+            acc, acc_up, sums, residual, out, squares_out, row, at, mask, tile, eps,
+            K, NORM, GATED, ADD, SQUARES_STRIDE, ORDER_FREE, mma,
+        )  # fmt: skip
