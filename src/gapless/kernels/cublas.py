@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gapless.kernels.launch import HOPPER, generation
 from gapless.kernels.tilings import MAX_ROWS
 
 LARGE_COLUMNS, LARGE_ROWS = 4096, 8192
@@ -37,6 +38,22 @@ def narrow_product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, 
         x, weight.t(), x_scales, scales, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
     )
     return found
+
+
+def blocked_product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """The same with scales for blocks: x_scales [m, in / 128], those of 128 numbers together, and [out, in] / 128."""
+    _remember(x, weight)
+    found: Tensor = torch._scaled_mm(x, weight.t(), x_scales, scales.t(), out_dtype=torch.bfloat16)
+    return found
+
+
+def takes_blocks(columns: int, inner: int) -> bool:
+    """Whether the library takes an FP8 weight of this shape with scales for blocks of 128 by 128.
+
+    cuBLAS has them from 12.9 on, for Hopper alone. Rows of scales begin at multiples of 16 bytes.
+    """
+    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    return generation() == HOPPER and version >= (12, 9) and columns % 128 == 0 and inner % 512 == 0
 
 
 def takes_narrow(columns: int, inner: int) -> bool:

@@ -1,7 +1,7 @@
 """Products with FP8 weights on a GPU: our kernels for few rows, the library with rows of 8 bits for many.
 
 Few rows wait for memory: weights stream as they are and become bfloat16 in registers, so nothing is rounded but the
-weights. Many rows wait for arithmetic: each row is narrowed to 8 bits too, with a scale of its own, in the pass that
+weights. Many rows wait for arithmetic: each row is narrowed to 8 bits too, with scales of its own, in the pass that
 makes it. A norm's weight is folded into a weight that is quantized on load; one of a checkpoint keeps its numbers, and
 its norm is a pass of its own.
 """
@@ -12,12 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
-from gapless.kernels.cublas import library_product, narrow_product, takes_narrow
+from gapless.kernels.cublas import blocked_product, library_product, narrow_product, takes_blocks, takes_narrow
 from gapless.kernels.fused import rms_norm, silu_mul
 from gapless.kernels.narrow import NarrowRows, narrow, narrow_norm, narrow_silu_mul, widen
 from gapless.kernels.products import Workspace, product, tiling_for
 from gapless.kernels.tilings import Tiling
-from gapless.models.fp8 import Fp8Scheme, MakeLinear
+from gapless.models.fp8 import BLOCK, Fp8Scheme, MakeLinear
 from gapless.models.layers import Hidden, Norm
 from gapless.models.linear import plain
 from gapless.models.weight import Linear, Weight
@@ -45,11 +45,25 @@ class NarrowWeight:
         self._scales = weight.scales.t().contiguous()  # [1 or in / 128, out]
         self._workspace = workspace
         self._gated, self._adds = gated, adds
+        self._blocks = self._find_blocks(weight.scales)
+
+    def _find_blocks(self, scales: Tensor) -> Tensor | None:
+        """The scales of blocks, [out, in] / 128, if there are such and the library takes them."""
+        columns, inner = self._data.shape
+        if not self.in_blocks or not takes_blocks(columns, inner):
+            return None
+        by_block = scales.view(columns // BLOCK, BLOCK, -1)
+        return by_block[:, 0].contiguous() if bool((by_block == by_block[:, :1]).all()) else None
 
     @property
     def in_blocks(self) -> bool:
         """Whether each row has several scales."""
         return len(self._scales) > 1
+
+    @property
+    def made_whole(self) -> bool:
+        """Whether the library cannot take the weight as it is."""
+        return self.in_blocks and self._blocks is None
 
     def tiling(self, num_rows: int) -> Tiling | None:
         """How our kernels take so many rows; None: the library takes them."""
@@ -75,12 +89,15 @@ class NarrowWeight:
             scales=self._scales,
         )
 
-    def many(self, rows: NarrowRows) -> Tensor:
-        """The library's product; gate and up stay side by side."""
+    def many(self, rows: NarrowRows, num_rows: int) -> Tensor:
+        """The library's product; gate and up stay side by side. num_rows: without those that fill up."""
+        if self._blocks is not None:
+            found = blocked_product(rows.data, rows.scales, self._data, self._blocks)[:num_rows]
+            return found if self._bias is None else found.add_(self._bias)
         return narrow_product(rows.data, rows.scales, self._data, self._scales, self._bias)
 
     def whole(self, x: Tensor) -> Tensor:
-        """The same of rows as they are, where scales in blocks are more than the library takes."""
+        """The same of rows as they are, where scales are more than the library takes."""
         return library_product(x, widen(self._data, self._scales, x.dtype), self._bias)
 
 
@@ -105,9 +122,9 @@ class NarrowNormed:
             return weight.few(x, tiling, num_squares=hidden.num_squares, eps=norm.eps)
         if tiling is not None:
             return weight.few(rms_norm(x, norm.weight, norm.eps, hidden.addend), tiling)
-        if weight.in_blocks:
+        if weight.made_whole:
             return weight.whole(rms_norm(x, norm.weight, norm.eps, hidden.addend))
-        return weight.many(narrow_norm(x, norm.weight, norm.eps, hidden.addend))
+        return weight.many(narrow_norm(x, norm.weight, norm.eps, hidden.addend, groups=weight.in_blocks), len(x))
 
 
 class NarrowAdded:
@@ -124,10 +141,10 @@ class NarrowAdded:
         if tiling is not None:
             weight.few(silu_mul(x) if is_gated else x, tiling, add_to=hidden.values)
             return Hidden(hidden.values, num_squares=triton.cdiv(self._num_columns, tiling.block_n))
-        if weight.in_blocks:
+        if weight.made_whole:
             return Hidden(hidden.values, addend=weight.whole(silu_mul(x) if is_gated else x))
-        rows = narrow_silu_mul(x) if is_gated else narrow(x)
-        return Hidden(hidden.values, addend=weight.many(rows))
+        rows = (narrow_silu_mul if is_gated else narrow)(x, groups=weight.in_blocks)
+        return Hidden(hidden.values, addend=weight.many(rows, len(x)))
 
 
 class NarrowLinear:
@@ -152,7 +169,7 @@ class NarrowLinear:
         weight = self._weight
         if (tiling := weight.tiling(len(x))) is not None:
             return weight.few(x, tiling)
-        return weight.whole(x) if weight.in_blocks else weight.many(narrow(x))
+        return weight.whole(x) if weight.made_whole else weight.many(narrow(x, groups=weight.in_blocks), len(x))
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(x).add_(residual)
