@@ -67,6 +67,31 @@ def test_few_rows_equal_torch(name: str, blocks: bool) -> None:
         assert error < 5e-3, (num_rows, float(error))
 
 
+@pytest.mark.parametrize("num_rows", [40, 43, 1000])
+def test_many_rows_of_weights_in_blocks(num_rows: int) -> None:
+    """Hopper's library takes them as they are, elsewhere they are made whole; both are close to torch."""
+    from gapless.kernels.cublas import takes_blocks
+    from gapless.kernels.products import Workspace
+    from gapless.models.fp8 import Fp8Scheme
+    from gapless.models.narrow_layers import NarrowLinear
+    from gapless.models.weight import Weight
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    columns, inner = 1536, 4096
+    data = (60 * torch.randn(columns, inner, generator=generator, device="cuda")).clamp(-448, 448)
+    scales = 0.5 + torch.rand(columns // 128, inner // 128, generator=generator, device="cuda")
+    weight = Weight(
+        data.to(torch.float8_e4m3fn), Fp8Scheme(torch.bfloat16), 1e-3 * scales.repeat_interleave(128, dim=0)
+    )
+    x = torch.randn(num_rows, inner, generator=generator, device="cuda").bfloat16()
+    x[:, ::7] *= 100
+    product = NarrowLinear.maker(Workspace(torch.device("cuda")))(weight, None)
+    assert product._weight.made_whole is not takes_blocks(columns, inner)
+    found, expected = product(x).float(), x.float() @ weight.dense().float().T
+    assert found.shape == (num_rows, columns)
+    assert (found - expected).norm() / expected.norm() < 4e-2
+
+
 def write_config(folder: Path) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 512,
