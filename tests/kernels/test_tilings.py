@@ -194,3 +194,18 @@ def test_parts_of_out_are_joined_in_clusters_above_16_rows(columns: int, inner: 
             assert tiling.splits == splits
             assert tiling.divides(columns, inner)
             assert columns // tiling.block_n * splits <= 2 * NUM_CORES, "programs of a cluster run at the same time"
+
+
+@pytest.mark.parametrize(("num_rows", "few"), [(1, "read"), (16, "read"), (32, "at once")])
+def test_when_products_of_8_bits_trigger_the_next_launch(num_rows: int, few: str) -> None:
+    """QKV, out, gate and down of 8B. Without the ring all trigger at the end."""
+    products = {"qkv": (6144, 4096, {}), "out": (4096, 4096, {"adds": True})}
+    products |= {"gate": (14336, 4096, {"gated": True}), "down": (4096, 14336, {"adds": True})}
+    expected = {"qkv": "requested", "out": "at once", "gate": few, "down": few}
+    for name, (columns, inner, kind) in products.items():
+        found = choose_tiling(num_rows, columns, inner, **kind, ring=True, narrow=True)
+        assert found is not None
+        assert found.triggers == expected[name], name
+        elsewhere = choose_tiling(num_rows, columns, inner, **kind, narrow=True)
+        assert elsewhere is not None
+        assert elsewhere.triggers == "read"

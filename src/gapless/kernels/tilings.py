@@ -143,11 +143,15 @@ def _in_ring_small(block_m: int, columns: int, inner: int, *, gated: bool, adds:
 
 
 def _narrow(num_rows: int, columns: int, inner: int, *, gated: bool, adds: bool, ring: bool) -> Tiling | None:
-    """Of weights of 8 bits."""
+    """Of weights of 8 bits. Triggers were chosen in a chain of products, at 1 and 32 rows; QKV as in whole steps."""
     if num_rows > NARROW_ROWS:
         return None
     block_m = max(8 if ring else 16, 1 << (num_rows - 1).bit_length())
     tiling = Tiling(block_m, 64, 256 if ring else 128, num_stages=3 if ring else 4, kernel="ring" if ring else "tiles")
+    if ring and (block_m > 16 or (adds and inner <= columns)):
+        tiling = replace(tiling, triggers="at once")
+    if ring and not gated and not adds:
+        tiling = replace(tiling, triggers="requested")
     if gated:
         tiling = replace(tiling, num_stages=3 if block_m == 8 else 2)
     else:
