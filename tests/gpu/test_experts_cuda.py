@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE in captured steps: the tokens of torch in float32, and batch-invariant ones in bfloat16."""
+"""Tiny models of experts in captured steps: the tokens of torch in float32, and batch-invariant ones in bfloat16."""
 
 from __future__ import annotations
 
@@ -22,13 +22,20 @@ pytestmark = [
 VOCAB = 1000
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+NAMES: dict[str, dict[str, Any]] = {
+    "chosen": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
+    "shared": {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "qkv_bias": False}
+    | {"shared_expert_intermediate_size": 512},
+}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Experts that are chosen, or also one that every token has."""
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
     sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 1024, "num_hidden_layers": 2, "intermediate_size": 512}
     experts = {"num_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
-    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    return write_dummy(tmp_path_factory.mktemp("dummy"), **sizes, **experts, **names)
+    return write_dummy(tmp_path_factory.mktemp("dummy"), **sizes, **experts, **NAMES[request.param])
 
 
 def generate(model: Path, **options: Any) -> list[tuple[int, ...]]:
