@@ -7,6 +7,7 @@ Greedy tokens are chosen inside the call; for anything else `logits` come back, 
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -95,6 +96,7 @@ class NativeModel:
         positions, where = max_positions or config.max_position_embeddings, (torch.float32, torch.device("cpu"))
         self.rotary = torch.stack([RotaryTable(rope, config.head_dim, positions, *where).table for rope in ropes])
         _check(self._library.gapless_pack_lent(self.handle))
+        _models.add(self)
 
     @property
     def num_unpacked(self) -> int:
@@ -169,6 +171,15 @@ class NativeModel:
     def _set_vector(self, part: str, layer: int, values: Tensor) -> None:
         values = values.float().contiguous()
         _check(self._library.gapless_set_vector(self.handle, _PART[part], layer, values.data_ptr(), len(values), 0))
+
+
+_models: weakref.WeakSet[NativeModel] = weakref.WeakSet()
+
+
+def wait_until_packed() -> None:
+    """Return when no model of this process has a matrix left to pack: for measurements."""
+    while any(model.num_unpacked for model in list(_models)):
+        time.sleep(0.001)
 
 
 class NativeRunner:
