@@ -14,10 +14,10 @@ def test_a_line_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_times, "SIZES", load_times.SIZES | {"vocab_size": 320, "num_hidden_layers": 2})
     figures = {"gapless": (2.0, 0.5, 0.75, 3), "transformers": (1.0, 1.0, 0.0, 6)}
 
-    def measured(name: str, warm: Path, folder: Path) -> load_times.Figures:
+    def measured(name: str, warm: Path, folder: Path) -> load_times.LoadFigures:
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         wall_s, cpu_s, rest_s, times = figures[name]
-        return load_times.Figures(wall_s, cpu_s, rest_s, times * size)
+        return load_times.LoadFigures(wall_s, cpu_s, rest_s, times * size)
 
     monkeypatch.setattr(load_times, "measured", measured)
     cells = load_times.row("llama", "LlamaForCausalLM", num_runs=1).strip("| ").split(" | ")

@@ -84,7 +84,7 @@ LOADERS: dict[str, Callable[[Path], AbstractContextManager[None]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class LoadFigures:
     wall_s: float  # to the first token
     cpu_s: float  # likewise, of all threads; it depends less on what else the machine does
     rest_s: float  # processor time from then until everything is packed
@@ -101,7 +101,7 @@ def child(name: str, warm: Path, folder: Path) -> None:
     with LOADERS[name](folder):
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
     rest_s = time.process_time() - cpu - cpu_s
-    print(json.dumps(asdict(Figures(wall_s, cpu_s, rest_s, _peak_bytes() - before))))
+    print(json.dumps(asdict(LoadFigures(wall_s, cpu_s, rest_s, _peak_bytes() - before))))
 
 
 def _peak_bytes() -> int:
@@ -109,11 +109,11 @@ def _peak_bytes() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
-def measured(name: str, warm: Path, folder: Path) -> Figures:
+def measured(name: str, warm: Path, folder: Path) -> LoadFigures:
     """From a process of its own."""
     command = [sys.executable, "-m", "gapless.bench.load_times", "--child", name, str(warm), str(folder)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return Figures(**json.loads(done.stdout.splitlines()[-1]))
+    return LoadFigures(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def save(folder: Path, model_type: str, architecture: str, **changes: Any) -> int:

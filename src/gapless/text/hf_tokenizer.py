@@ -1,8 +1,9 @@
 """Reads a Hugging Face tokenizer directory.
 
-Knows tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja. What is put around a text
-is tokenizer.json's own post-processor alone, as in transformers 5: `add_bos_token` and `add_eos_token` of the config
-are not read. The ids that end a text are the model's (`models.config`). Does not know weights.
+Knows tokenizer.json (or has other formats converted to it), tokenizer_config.json, special_tokens_map.json and
+chat_template.jinja. What is put around a text is tokenizer.json's own post-processor alone, as in transformers 5:
+`add_bos_token` and `add_eos_token` of the config are not read. The ids that end a text are the model's
+(`models.config`). Does not know weights.
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ from tokenizers.models import BPE
 
 from gapless.errors import CorruptModel, ModelNotFound
 from gapless.models.files import is_there, read_object, read_text, shown
+from gapless.text.converted_tokenizer import convert, convertible
 from gapless.text.parts import TokenizerParts
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def read_directory(path: Path) -> TokenizerParts:
-    backend = _read_backend(path / "tokenizer.json")
     config = _read_config(path)
+    if not is_there(path / "tokenizer.json") and (other := convertible(path)) is not None:
+        found = convert(path, other)
+        backend = _backend(found.pop("tokenizer"), path / other)
+        config = {name: token for name, token in found.items() if token is not None} | config
+    else:
+        backend = _read_backend(path / "tokenizer.json")
     bos, eos = (_content(config.get(name), name) for name in ("bos_token", "eos_token"))
     _mark_special(backend, config)
     cleans = bool(config.get("clean_up_tokenization_spaces")) and not isinstance(backend.model, BPE)
@@ -43,7 +50,11 @@ def _read_backend(path: Path) -> Backend:
             f"{path.parent} has no tokenizer.json, so text cannot be tokenized; add the file, "
             "or send prompts as token ids, which need no tokenizer"
         )
-    text = read_text(path)
+    return _backend(read_text(path), path)
+
+
+def _backend(text: str, path: Path) -> Backend:
+    """path: where the text is from."""
     try:
         backend = Backend.from_str(text)
     except Exception as error:  # tokenizers raises bare Exception for whatever its parser dislikes
