@@ -16,6 +16,7 @@ from gapless.core.request import IntArray
 from gapless.device.base import Buffer, Device
 from gapless.device.cpu import CpuDevice
 from gapless.models.config import ModelConfig
+from gapless.models.rank_group import ONE_RANK, RankGroup
 from gapless.models.source import ModelSource
 from gapless.models.source import resolve as find
 from gapless.runner import kits
@@ -60,7 +61,9 @@ class NullKit:
             options, model, "null", dtype=torch.float16, kv_dtype=None, max_batch_tokens=64, max_num_rows=3
         )
 
-    def load(self, source: ModelSource, settings: Settings, weights: WeightOptions) -> LoadedModel:
+    def load(
+        self, source: ModelSource, settings: Settings, weights: WeightOptions, group: RankGroup = ONE_RANK
+    ) -> LoadedModel:
         return None  # type: ignore[return-value]
 
     def assemble(
@@ -71,6 +74,7 @@ class NullKit:
         progress: BuildProgress | None,
         *,
         processed: bool = False,
+        group: RankGroup = ONE_RANK,
     ) -> Built:
         return Built(resolved, device, NullRunner(), BlockMemory(()))
 
