@@ -23,6 +23,7 @@ VALUES = (
     "core.outcome",
     "core.request",
     "core.limits",
+    "core.prefix_hashes",
 )
 FILES_OF_RUN = (
     *("prompt_file", "formats", "shape_flags", "part_file", "run_identity", "file_lock", "result_file"),
@@ -86,6 +87,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "distributed": (
         "pipeline.engine",
         "core.params",
+        "core.prefix_hashes",
         "core.structured",
         "server",
         "trace",

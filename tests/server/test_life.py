@@ -17,6 +17,7 @@ import pytest
 from servers import FLAGS, HERE, TIMEOUT_S, Server, eventually, running
 
 from gapless.cli import main
+from gapless.sim.arrivals import read_arrivals
 
 LONG: dict[str, Any] = {"model": "tiny", "prompt": "abc", "max_tokens": 400, "stream": True}
 SLOW = "faulty_server.py"  # steps of 5 ms at least: there is something left to drain
@@ -31,8 +32,8 @@ def begin(server: Server) -> openai.Stream[openai.types.Completion]:
 
 
 def test_a_drain_finishes_what_runs_and_takes_no_more(tmp_path: Path, long_dir: Path) -> None:
-    """And then writes the timeline that was asked for."""
-    flags = ("--host", "0.0.0.0", "--trace", str(tmp_path / "T.json"))
+    """And then writes the timeline that was asked for. The request is recorded."""
+    flags = ("--host", "0.0.0.0", "--trace", str(tmp_path / "T.json"), "--record-trace", str(tmp_path / "R.jsonl"))
     with running(tmp_path / "log.jsonl", long_dir, *NAME, *flags, script=SLOW) as server:
         assert any("without an API key" in line["message"] for line in server.lines())
         stream = begin(server)
@@ -47,6 +48,8 @@ def test_a_drain_finishes_what_runs_and_takes_no_more(tmp_path: Path, long_dir: 
     (run,) = json.loads((tmp_path / "T.json").read_text())["otherData"]["runs"]
     assert run["steps"] >= LONG["max_tokens"]
     assert "<html" in (tmp_path / "T.html").read_text()
+    (arrival,) = read_arrivals(str(tmp_path / "R.jsonl"))
+    assert arrival.num_output == LONG["max_tokens"]
 
 
 def _check_cors(server: Server) -> None:

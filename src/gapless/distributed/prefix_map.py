@@ -11,12 +11,13 @@ is the same in every process. Owns the hashes. Knows no loads.
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+from gapless.core.prefix_hashes import prefix_hashes
 
 BLOCK_TOKENS = 64  # of one hash: small beside a system prompt, large beside the work for one hash
 
@@ -48,12 +49,7 @@ class PrefixMap:
 
     def hashes(self, tokens: Sequence[int] | npt.NDArray[np.int32]) -> list[bytes]:
         """The hashes of all full blocks."""
-        content = np.asarray(tokens, np.int32).tobytes()
-        size, found, last = 4 * self.block_tokens, [], b""
-        for start in range(0, len(content) - size + 1, size):
-            last = hashlib.blake2b(last + content[start : start + size], digest_size=8).digest()
-            found.append(last)
-        return found
+        return prefix_hashes(tokens, self.block_tokens)
 
     def num_cached(self, hashes: Sequence[bytes], num_slots: int) -> TokenCounts:
         """How many tokens of these blocks each slot has, from the first block on."""

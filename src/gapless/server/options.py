@@ -36,6 +36,7 @@ class ServerOptions:
     ssl_certfile: str | None = _option(None, "certificate chain in PEM format, for HTTPS")
     ssl_keyfile: str | None = _option(None, "private key of the certificate; default: in the same file")
     log_file: str | None = _option(None, "append the JSON log to this file; default: standard error")
+    record_trace: str | None = _option(None, "append lengths, times and prefix hashes of requests, for `gapless sim`")
     max_queue: int = _option(1024, "most waiting requests, beyond those that run; further ones get status 429")
     max_per_client: int = _option(0, "most running and waiting requests of one key, or address; 0 is no limit")
     max_body: str = _option("4MiB", "largest request body")

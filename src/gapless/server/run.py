@@ -31,6 +31,7 @@ from gapless.server.logs import LineWriter, set_up_logs
 from gapless.server.metrics import Metrics
 from gapless.server.options import ServerOptions, read_keys
 from gapless.server.render_pool import RenderPool
+from gapless.server.request_trace import RequestTrace
 from gapless.server.service import Service
 from gapless.server.supervisor import Supervisor
 from gapless.server.traces import Traces
@@ -66,13 +67,18 @@ def serve(options: ServerOptions, engine: EngineOptions, make_engines: EnginesMa
         writer = set_up_logs(options.log_file, log_level())
     except OSError as error:
         raise ConfigError(f"log_file {options.log_file}: {error}") from error
+    recorded = None if options.record_trace is None else RequestTrace(options.record_trace)
     if not options.is_loopback and not keys:
         log.warning("listening on %s without an API key: anybody who reaches it can use it", options.host)
     try:
         with make_engines(options, engine) as engines, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            if recorded is not None:
+                engines.on_over.append(recorded.add)
             return runner.run(_serve(options, engine, engines, source, tokenizer, keys, sock, writer))
     finally:
         writer.close()
+        if recorded is not None:
+            recorded.close()
 
 
 async def _serve(
