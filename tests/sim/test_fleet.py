@@ -66,7 +66,8 @@ def test_load_routing_spreads_and_random_does_not() -> None:
         (Limits(64, 30, 16, 512, 480), [Arrival(0.0, 100, 100)] * 40, "KV memory"),
         (Limits(64, 4000, 16, 512, 1024), [Arrival(0.0, 1000, 1)] * 40, "compute"),
         (Limits(64, 4000, 16, 512, 1024), [Arrival(n / 2, 10, 2) for n in range(20)], "none"),
-        (Limits(64, 4000, 16, 512, 1024), [Arrival(0.0, 10, 900)], "compute: the devices are busy"),
+        (Limits(64, 4000, 16, 512, 1024), [Arrival(0.0, 10, 900)], "none yet: 2% of the capacity"),
+        (Limits(64, 4000, 16, 512, 1024), [Arrival(0.0, 1, 900)] * 64, "compute: 100% of the capacity"),
     ],
 )
 def test_bottlenecks(limits: Limits, arrivals: list[Arrival], cause: str) -> None:

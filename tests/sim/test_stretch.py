@@ -49,8 +49,8 @@ def test_skipped_steps_equal_played_ones(depth: int, limits: Limits, replicas: i
             theirs.num_rows,
             theirs.most_blocks,
         )
-        assert (mine.busy_s, mine.chunk_s, *mine.waited_s) == pytest.approx(
-            (theirs.busy_s, theirs.chunk_s, *theirs.waited_s)
+        assert (mine.busy_s, mine.work_s, mine.chunk_s, *mine.waited_s) == pytest.approx(
+            (theirs.busy_s, theirs.work_s, theirs.chunk_s, *theirs.waited_s)
         )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gapless.sim.arrivals import Arrival
     from gapless.sim.fleet import FleetOptions
 
-HEADER = f"{'policy':<9}{'replicas':>9}{'rate':>7}{'hits':>8}{'first token p50':>17}{'p90':>10}{'p99':>10}{'busy':>7}"
+HEADER = f"{'policy':<9}{'replicas':>9}{'rate':>7}{'hits':>8}{'first token p50':>17}{'p90':>10}{'p99':>10}{'used':>7}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,13 +48,13 @@ class RoutingRow:
     ttft_p50: float
     ttft_p90: float
     ttft_p99: float
-    busy_share: float
+    used_share: float
 
     def line(self) -> str:
         times = ((self.ttft_p50, 14), (self.ttft_p90, 7), (self.ttft_p99, 7))
         shown = "".join(f"{1000 * value:>{width}.0f} ms" for value, width in times)
         head = f"{self.policy:<9}{self.replicas:>9}{self.rate:>7g}{self.cached_share:>8.1%}"
-        return f"{head}{shown}{self.busy_share:>7.0%}"
+        return f"{head}{shown}{self.used_share:>7.0%}"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -105,5 +105,5 @@ def compare_policies(arrivals: Sequence[Arrival], fleet: FleetOptions, rate: flo
             run = simulate(arrivals, dataclasses.replace(fleet, routing=policy), bar.advance)
         found = figures_of(run, 1, 0.0)
         times = (found.ttft.p50, found.ttft.p90, found.ttft.p99)
-        rows.append(RoutingRow(policy, fleet.replicas, rate, found.cached_share, *times, found.busy_share))
+        rows.append(RoutingRow(policy, fleet.replicas, rate, found.cached_share, *times, found.used_share))
     return rows

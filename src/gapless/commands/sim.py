@@ -112,8 +112,9 @@ def table(figures: SimFigures, run: FleetRun, name: str, ranks: int, price: floa
         _latency("per token", figures.tpot),
         _latency("end to end", figures.whole),
         f"cache hits  {figures.cached_share:.1%} of prompt tokens",
-        f"devices     busy {figures.busy_share:.1%}, the busiest {figures.busiest_share:.1%}; "
-        f"{figures.rows_per_step:.1f} decode rows a step; KV memory used {figures.kv_share:.0%} at most",
+        f"devices     busy {figures.busy_share:.1%}; {figures.used_share:.1%} of the capacity used, by the most used "
+        f"{figures.most_used_share:.1%}; {figures.rows_per_step:.1f} decode rows a step; "
+        f"KV memory used {figures.kv_share:.0%} at most",
     ]
     if options.replicas > 1:
         lines.append(

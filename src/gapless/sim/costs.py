@@ -60,6 +60,10 @@ class Costs:
         fixed = a + b if shape.chunk_tokens else a
         return fixed + c * shape.rows + d * shape.context + e * shape.chunk_tokens + f * shape.chunk_work
 
+    def work(self, shape: StepShape, fullness: float) -> float:
+        """The part of the step's time that more requests could not share: a fuller step reads the weights once too."""
+        return self.of(shape) - self.seconds[0] * max(1.0 - fullness, 0.0)
+
 
 def shape_of(plan: Plan, rows: RowTable) -> StepShape:
     """The shape of a plan that was just made: the rows' cursors include it."""

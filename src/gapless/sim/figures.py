@@ -13,7 +13,7 @@ from gapless.sim.replica import CAUSES, COMPUTE, MEMORY, ROWS, Served
 CROWDED = 0.05  # of the busy time: a shorter wait is no bottleneck
 FULL = 0.85  # a device so busy has no room for bursts
 ROUTER_FULL = 0.5  # of one processor: bursts are faster than the mean
-UNEVEN = 1.25  # the busiest twentieth of the replicas against the mean
+UNEVEN = 1.25  # the most used twentieth of the replicas against the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,9 @@ class SimFigures:
     tpot: Latency  # time per output token after the first
     whole: Latency
     cached_share: float  # of prompt tokens
-    busy_share: float  # mean over replicas
-    busiest_share: float  # mean of the busiest twentieth
+    busy_share: float  # of the time; mean over replicas
+    used_share: float  # of the capacity: busy, less what fuller steps would share
+    most_used_share: float  # mean of the most used twentieth
     rows_per_step: float
     kv_share: float  # most blocks in use on any replica
     waited: dict[str, float]  # share of the busy time in which requests waited, by cause
@@ -76,10 +77,11 @@ def figures_of(run: FleetRun, ranks: int, price: float) -> SimFigures:
     num_prompt = sum(each.arrival.num_prompt for each in served)
     busy = np.array([totals.busy_s for totals in run.totals])
     num_steps = sum(totals.num_steps for totals in run.totals)
-    top = np.sort(busy)[-max(len(busy) // 20, 1) :]
+    used = np.array([totals.work_s for totals in run.totals]) / seconds
+    top = np.sort(used)[-max(len(used) // 20, 1) :]
     waited = np.sum([totals.waited_s for totals in run.totals], axis=0) / max(float(busy.sum()), 1e-9)
     cost = price * ranks * run.options.replicas * seconds / 3600
-    shares = (float(busy.mean()) / seconds, float(top.mean()) / seconds)
+    shares = (float(used.mean()), float(top.mean()))
     chunk_share = sum(totals.chunk_s for totals in run.totals) / max(float(busy.sum()), 1e-9)
     return SimFigures(
         num_requests=len(served),
@@ -91,8 +93,9 @@ def figures_of(run: FleetRun, ranks: int, price: float) -> SimFigures:
         tpot=Latency.of(tpots(served)),
         whole=Latency.of(wholes(served)),
         cached_share=sum(each.num_cached for each in served) / max(num_prompt, 1),
-        busy_share=shares[0],
-        busiest_share=shares[1],
+        busy_share=float(busy.mean()) / seconds,
+        used_share=shares[0],
+        most_used_share=shares[1],
         rows_per_step=sum(totals.num_rows for totals in run.totals) / max(num_steps, 1),
         kv_share=max(totals.most_blocks for totals in run.totals) / run.options.limits.num_blocks,
         waited=dict(zip(CAUSES, waited.tolist(), strict=True)),
@@ -106,16 +109,16 @@ def figures_of(run: FleetRun, ranks: int, price: float) -> SimFigures:
 
 
 def bottleneck(
-    busy: tuple[float, float], waited: Sequence[float], chunk_share: float, router_share: float = 0.0
+    used: tuple[float, float], waited: Sequence[float], chunk_share: float, router_share: float = 0.0
 ) -> str:
-    """What to change first. busy: the mean share of the time, and that of the busiest replicas."""
-    mean, most = busy
+    """What to change first. used: the mean share of the capacity, and that of the most used replicas."""
+    mean, most = used
     if router_share > ROUTER_FULL:
         return f"the router: choosing takes {router_share:.0%} of one processor; split the clients over several routers"
     crowded = sum(waited) > CROWDED
     if crowded and most > UNEVEN * mean and mean < FULL:
         return (
-            f"routing: the busiest replicas compute {most:.0%} of the time and the mean {mean:.0%}; "
+            f"routing: the most used replicas use {most:.0%} of their capacity and the mean {mean:.0%}; "
             "a router that knows loads would even them out"
         )
     if crowded:
@@ -128,5 +131,5 @@ def bottleneck(
         }[cause]
     if mean > FULL:
         part = "chunks of prompts" if chunk_share > 0.5 else "decode steps"
-        return f"compute: the devices are busy {mean:.0%} of the time, mostly with {part}; add replicas"
-    return f"none yet: the devices are busy {mean:.0%} of the time, and requests seldom wait"
+        return f"compute: {mean:.0%} of the capacity is used, mostly by {part}; add replicas"
+    return f"none yet: {mean:.0%} of the capacity is used, and requests seldom wait"

@@ -45,6 +45,7 @@ class SimStep:
     plan: Plan
     begin_s: float
     end_s: float
+    work_s: float
     first: tuple[Request, ...]  # requests whose prompt ends in this step
     cause: int | None  # why others wait while it runs
 
@@ -62,6 +63,7 @@ class ReplicaTotals:
     """Sums over the run of one replica."""
 
     busy_s: float = 0.0
+    work_s: float = 0.0  # of these, without what more requests in the same steps would share
     chunk_s: float = 0.0  # of these, in steps with chunks
     waited_s: list[float] = field(default_factory=lambda: [0.0] * len(CAUSES))  # busy time in which others waited
     num_steps: int = 0
@@ -142,10 +144,12 @@ class SimReplica:
         while len(self._steps) < self._depth and (plan := self.scheduler.schedule()) is not None:
             rows = self.scheduler.rows
             begin_s = max(now, self._free_s)
-            self._free_s = begin_s + self._costs.of(shape_of(plan, rows))
+            shape = shape_of(plan, rows)
+            self._free_s = begin_s + self._costs.of(shape)
+            work_s = self._costs.work(shape, self._fullness(shape.rows, shape.chunk_tokens))
             owners = (rows.request[chunk.row] for chunk in plan.chunks if chunk.samples)
             first = tuple(owner for owner in owners if owner is not None)
-            self._steps.append(SimStep(plan, begin_s, self._free_s, first, self._why_waiting()))
+            self._steps.append(SimStep(plan, begin_s, self._free_s, work_s, first, self._why_waiting()))
 
     def _skip(self, stretch: DecodeStretch, count: int) -> None:
         """So many rounds of the stretch are over. The plans in flight stand for those that follow: they are alike."""
@@ -155,12 +159,21 @@ class SimReplica:
         skip(self.scheduler, stretch.rows, count)
         totals, begin_s, ends_s = self.totals, self._steps[0].begin_s, stretch.ends_s.tolist()
         totals.busy_s += ends_s[count - 1] - begin_s
+        spare_s = self._costs.seconds[0] * (1.0 - self._fullness(len(stretch.rows), 0))
+        totals.work_s += ends_s[count - 1] - begin_s - count * spare_s
         totals.num_steps += count
         totals.num_rows += count * len(stretch.rows)
         totals.most_blocks = max(totals.most_blocks, self.scheduler.pool.num_used)
         times = zip(self._steps, ends_s[count - 1 :], ends_s[count:], strict=False)
-        self._steps = deque(replace(step, begin_s=begin, end_s=end) for step, begin, end in times)
+        self._steps = deque(
+            replace(step, begin_s=begin, end_s=end, work_s=end - begin - spare_s) for step, begin, end in times
+        )
         self._now, self._free_s = ends_s[count - 1], self._steps[-1].end_s
+
+    def _fullness(self, num_rows: int, num_chunk_tokens: int) -> float:
+        """How much of a step's room is taken; 1 is full."""
+        limits = self.scheduler.limits
+        return min(num_rows / limits.num_rows + num_chunk_tokens / limits.max_batch_tokens, 1.0)
 
     def _why_waiting(self) -> int | None:
         """What keeps requests in the queue while this step runs."""
@@ -175,6 +188,7 @@ class SimReplica:
     def _count(self, step: SimStep) -> None:
         totals, seconds = self.totals, step.end_s - step.begin_s
         totals.busy_s += seconds
+        totals.work_s += step.work_s
         totals.num_steps += 1
         totals.num_rows += step.plan.num_decodes
         totals.chunk_s += seconds if step.plan.chunks else 0.0
