@@ -196,6 +196,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unlike any": ({"zzz": 2}, ("unknown option 'zzz'; known",)),
     "device": ({"device": "tpu"}, ("device must be one of auto, cuda, cpu, got 'tpu'",)),
     "dtype": ({"dtype": "int8"}, ("dtype must be one of", "got 'int8'")),
+    "kv_dtype": ({"kv_dtype": "int8"}, ("kv_dtype must be one of auto, fp8, got 'int8'",)),
     "quantization": ({"quantization": "int4"}, ("quantization must be one of auto, none, fp8, got 'int4'",)),
     "load_format": ({"load_format": "pt"}, ("load_format must be one of auto, dummy, got 'pt'",)),
     "attention": (

@@ -24,6 +24,7 @@ from gapless.core.limits import Limits
 from gapless.device.base import Device
 from gapless.errors import ConfigError
 from gapless.models.config import ModelConfig
+from gapless.models.rank_group import ONE_RANK, RankGroup
 from gapless.models.source import resolve as find
 from gapless.models.spec import AttentionSpec
 from gapless.runner.attention_choice import AttentionChoice, candidates, fastest, make_attention
@@ -234,7 +235,9 @@ class LibraryKit(CpuKit):
         progress: BuildProgress | None,
         *,
         processed: bool = False,
+        group: RankGroup = ONE_RANK,
     ) -> Built:
+        assert group is ONE_RANK
         kv = make_kv_store(device, resolved, heads_first=False)
         attention, choice = choose_attention(device, kv, resolved)
         runner = Runner(device, resolved.limits, kv, Step(model, attention, sample))

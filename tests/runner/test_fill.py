@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import LIMITS, VOCAB, plans
 
 from fakes import FakeExecutor, drive, make_limits, make_request
 from gapless.core.plan import Plan
@@ -15,6 +14,7 @@ from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.runner.fill import Packed, Sections, capacity, fill, result_capacity, unpack
 from gapless.runner.row_store import RowStore, seat_columns
 from gapless.runner.runner import spans
+from plans import LIMITS, VOCAB, plans
 
 JUNK = -77
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import LIMITS as PLAN_LIMITS
-from plans import plans
 
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.runner.ladder import LEAST_STEP, STEPS_AN_OCTAVE, Shape, corners, decode_shapes, mixed_shapes
+from plans import LIMITS as PLAN_LIMITS
+from plans import plans
 
 LIMITS = Limits(num_rows=256, num_blocks=10_000, block_size=16, max_batch_tokens=8192, max_model_len=4096)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from plans import LIMITS, plans
 
 pytest.importorskip("triton")
