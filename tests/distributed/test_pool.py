@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from local_replicas import VERSIONS, check_all, kill, pool_of, submit, until
+from local_replicas import STUB, VERSIONS, check_all, kill, pool_of, submit, until
 from stub_engine import NO_MODEL, POISON
 
 from gapless.config import EngineOptions
@@ -99,6 +99,37 @@ def test_a_replica_that_leaves_finishes_or_hands_over(drain_timeout: float) -> N
             assert pool.num_restarts == 0, "nothing died"
             late = [submit(pool, number, 5) for number in range(4)]
             await check_all(late)
+
+    go(play())
+
+
+def test_a_request_with_all_its_tokens_is_over_when_its_replica_leaves() -> None:
+    """Its last token came, and the word that it was the last did not: no other engine may add to it."""
+
+    async def play() -> None:
+        async with pool_of(2) as (pool, _):
+            flight = submit(pool, 1, 20)
+            member = pool._where[flight.id]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(member.supervisor, "_end", lambda over: None)
+                await until(lambda: len(flight.tokens) == 20)
+            pool._move(member, everybody=True)
+            await check_all([flight])
+
+    go(play())
+
+
+def test_a_replica_that_calls_before_its_old_connection_is_missed_serves_again() -> None:
+    async def play() -> None:
+        async with pool_of(1) as (pool, keeper):
+            (member,) = pool._members.values()
+            again = EngineRelay(keeper.address, "r0", "here", STUB, VERSIONS)
+            keeper.relays["again"] = again
+            await until(lambda: not member._calls.empty())
+            old = keeper.relays.pop("r0")
+            old._loop.call_soon_threadsafe(old.vanish)
+            await until(again.told.is_set)
+            await check_all([submit(pool, number, 10) for number in range(3)])
 
     go(play())
 

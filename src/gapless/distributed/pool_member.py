@@ -43,8 +43,11 @@ class PoolMember:
         self._calls.put_nowait(engine)
 
     async def _next_engine(self, on_started: OnStarted) -> EngineLink:
-        """Raises ReplicaGone if it does not call any more."""
-        if self._latest is not None and (self.is_leaving or not self._latest.may_call_again):
+        """Raises ReplicaGone if it does not call any more.
+
+        A replica may notice a broken connection before this side does, so its next call may be here already.
+        """
+        if self._latest is not None and self._calls.empty() and (self.is_leaving or not self._latest.may_call_again):
             raise ReplicaGone
         try:
             async with asyncio.timeout(CALL_AGAIN_S):

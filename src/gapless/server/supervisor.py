@@ -154,6 +154,7 @@ class Supervisor:
 
     def release(self, *, everybody: bool) -> list[Flight]:
         """Let go of flights, which other engines may take on: of those that wait, suspects apart, or of everybody."""
+        self._end_unheard()
         flights = list(self.roster) if everybody else self.roster.idle()
         for flight in flights:
             if flight.sent:
@@ -267,9 +268,7 @@ class Supervisor:
             self._settle_crash(from_outside=was_killed and not self._cause)
 
     def _settle_crash(self, *, from_outside: bool) -> None:
-        for flight in self.roster:
-            if (reason := self._unheard_end(flight)) is not None:
-                self._end(Over(flight.id, reason))
+        self._end_unheard()
         for flight in self.roster.crash(self._blamed, from_outside=from_outside):
             text = f"this request was running each time the engine died ({self._cause or 'killed'}); it is not retried"
             self._end(Over(flight.id, "refused", error=text))
@@ -277,8 +276,13 @@ class Supervisor:
         for callback in self.on_crash:
             callback()
 
+    def _end_unheard(self) -> None:
+        """End flights whose last token came, but not the word that it was the last."""
+        for flight in self.roster:
+            if flight.tokens and (reason := self._unheard_end(flight)) is not None:
+                self._end(Over(flight.id, reason))
+
     def _unheard_end(self, flight: Flight) -> str | None:
-        """How a flight ended whose last token came, but not the word that it was the last."""
         params, info = flight.params, self.info
         assert info is not None
         stop_ids = all_stop_ids(params, info.eos_token_ids, info.vocab_size)
