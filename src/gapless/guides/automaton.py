@@ -56,7 +56,10 @@ class Automaton:
         self.is_spent = False  # it has grown too large: make it again
         self.vocabulary = vocabulary
         self._handle = handle
-        weakref.finalize(self, vocabulary.held.gapless_drop_automaton, handle).atexit = False
+        self._drop = vocabulary.held.gapless_drop_automaton
+
+    def __del__(self) -> None:
+        self._drop(self._handle)
 
     @property
     def num_bytes(self) -> int:
@@ -90,9 +93,11 @@ class AutomatonGuide:
     @cached_property
     def walker(self) -> int:
         """Made when the guide is first asked, not when the request comes."""
-        made = self._automaton.walker()
-        weakref.finalize(self, self._automaton.vocabulary.held.gapless_drop_walker, made).atexit = False
-        return made
+        return self._automaton.walker()
+
+    def __del__(self) -> None:
+        if "walker" in self.__dict__:
+            self._automaton.vocabulary.held.gapless_drop_walker(self.walker)
 
     @property
     def library(self) -> ctypes.CDLL:
@@ -100,7 +105,7 @@ class AutomatonGuide:
 
     def advance(self, tokens: IntArray) -> None:
         for token in tokens.tolist():
-            self.look(advance_walkers([self], [token])[0])
+            self.look(int(advance_walkers([self], [token])[0]))
 
     def look(self, took: int) -> None:
         """After a token: what came of it."""
@@ -154,21 +159,19 @@ def byte_vocabulary(texts: Sequence[bytes], ends: Sequence[int]) -> ByteVocabula
         return None
 
 
-def advance_walkers(guides: Sequence[AutomatonGuide], tokens: Sequence[int]) -> list[int]:
+def advance_walkers(guides: Sequence[AutomatonGuide], tokens: Sequence[int]) -> IntArray:
     """Each guide's text goes on by a token. Returns what came of it, for `look`."""
     walkers, took = np.array([guide.walker for guide in guides], np.uintp), np.empty(len(guides), np.int32)
     given = np.array(tokens, np.int32)
     guides[0].library.gapless_advance(walkers.ctypes.data, given.ctypes.data, len(guides), took.ctypes.data)
-    found: list[int] = took.tolist()
-    return found
+    return took
 
 
-def fill_walkers(guides: Sequence[AutomatonGuide], out: IntArray, rows: Sequence[int]) -> list[int]:
+def fill_walkers(guides: Sequence[AutomatonGuide], out: IntArray, rows: Sequence[int]) -> IntArray:
     """The mask of each guide to its row of `out` [n, num_words]. Returns 0 for each whose shape is too complex."""
     walkers, filled = np.array([guide.walker for guide in guides], np.uintp), np.empty(len(guides), np.int32)
     places = np.array(rows, np.int32)
     guides[0].library.gapless_fill(
         walkers.ctypes.data, len(guides), places.ctypes.data, out.ctypes.data, out.shape[1], filled.ctypes.data
     )
-    found: list[int] = filled.tolist()
-    return found
+    return filled

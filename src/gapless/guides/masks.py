@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gapless.core.guide import Guide
+from gapless.guides.automaton import TOOK, AutomatonGuide, advance_walkers, fill_walkers
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
 
-    from gapless.guides.automaton import AutomatonGuide
     from gapless.guides.grammar import GrammarGuide
 
 FEW = 2  # so many grammars are filled one after the other: to wake threads takes longer
@@ -26,10 +26,11 @@ def fill_masks(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> Mapping[i
 
     Returns the errors by index: a guide that fails has no mask, and all others have theirs.
     """
-    filled = {*_fill_automata(guides, out), *_fill_grammars(guides, out)}
+    filled = _fill_automata(guides, out)
     errors: dict[int, Exception] = {}
     if len(filled) < len(guides):
-        for index in sorted(set(range(len(guides))) - filled):
+        filled += _fill_grammars(guides, out)
+        for index in sorted(set(range(len(guides))).difference(filled)):
             _attempt(lambda i=index: guides[i].fill(out[i]), index, errors)  # type: ignore[misc]
     return errors
 
@@ -37,9 +38,10 @@ def fill_masks(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> Mapping[i
 def advance_together(guides: Sequence[Guide], tokens: Sequence[int]) -> Mapping[int, Exception]:
     """Each guide takes in its token. Returns the errors by index, as `fill_masks` does."""
     errors: dict[int, Exception] = {}
-    told = {*_advance_automata(guides, tokens, errors), *_advance_grammars(guides, tokens, errors)}
+    told = _advance_automata(guides, tokens, errors)
     if len(told) < len(guides):
-        for index in sorted(set(range(len(guides))) - told):
+        told += _advance_grammars(guides, tokens, errors)
+        for index in sorted(set(range(len(guides))).difference(told)):
             token = np.array([tokens[index]], np.int32)
             _attempt(lambda i=index, t=token: guides[i].advance(t), index, errors)  # type: ignore[misc]
     return errors
@@ -48,13 +50,11 @@ def advance_together(guides: Sequence[Guide], tokens: Sequence[int]) -> Mapping[
 def _fill_automata(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> list[int]:
     """Returns those that have their masks."""
     width = out.shape[1]
-    found = [(index, guide) for index, guide in enumerate(guides) if is_automaton(guide) and guide.num_words == width]
+    found = [index for index, guide in enumerate(guides) if is_automaton(guide) and guide.num_words == width]
     if not found:
         return []
-    from gapless.guides.automaton import fill_walkers
-
-    indices, walking = zip(*found, strict=True)
-    return [index for index, done in zip(indices, fill_walkers(walking, out, indices), strict=True) if done]
+    filled = fill_walkers([guides[index] for index in found], out, found)  # type: ignore[misc]
+    return found if filled.all() else [index for index, done in zip(found, filled, strict=True) if done]
 
 
 def _fill_grammars(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> list[int]:
@@ -73,16 +73,15 @@ def _fill_grammars(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> list[
 
 def _advance_automata(guides: Sequence[Guide], tokens: Sequence[int], errors: dict[int, Exception]) -> list[int]:
     """Returns those that have their tokens, or failed."""
-    found = [(index, guide) for index, guide in enumerate(guides) if is_automaton(guide)]
+    found = [index for index, guide in enumerate(guides) if is_automaton(guide)]
     if not found:
         return []
-    from gapless.guides.automaton import TOOK, advance_walkers
-
-    took = advance_walkers([guide for _, guide in found], [tokens[index] for index, _ in found])
-    for (index, guide), what in zip(found, took, strict=True):
-        if what != TOOK:
-            _attempt(lambda g=guide, w=what: g.look(w), index, errors)  # type: ignore[misc]
-    return [index for index, _ in found]
+    given = tokens if len(found) == len(tokens) else [tokens[index] for index in found]
+    took = advance_walkers([guides[index] for index in found], given)  # type: ignore[misc]
+    for place in np.flatnonzero(took != TOOK).tolist():
+        guide, what = guides[found[place]], took[place]
+        _attempt(lambda g=guide, w=what: g.look(w), found[place], errors)  # type: ignore[misc]
+    return found
 
 
 def _advance_grammars(guides: Sequence[Guide], tokens: Sequence[int], errors: dict[int, Exception]) -> list[int]:
@@ -109,8 +108,7 @@ def is_grammar(guide: Guide | None) -> TypeGuard[GrammarGuide]:
 
 
 def is_automaton(guide: Guide | None) -> TypeGuard[AutomatonGuide]:
-    """Likewise."""
-    return type(guide).__name__ == "AutomatonGuide"
+    return type(guide) is AutomatonGuide
 
 
 @lru_cache(maxsize=1)

@@ -40,7 +40,11 @@ class Masks:
 
         rows: [n], masks: [n, mask_words], for at least as many as the plan wants.
         """
-        requests = [request for request, num_known in self._guided(plan) if self._advance(request, num_known)]
+        requests = [
+            request
+            for request, num_known in self._guided(plan)
+            if len(request.prompt) + request.num_guided >= num_known or self._advance(request, num_known)
+        ]
         rows[: len(requests)] = [request.row for request in requests]
         errors = fill_masks([request.guide for request in requests if request.guide is not None], masks)
         for index, error in errors.items():  # such a row has left; what its mask says is nobody's concern
@@ -63,20 +67,19 @@ class Masks:
 
     def _advance_together(self, guided: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Tell all guides that are one token behind, at once. Returns the requests that are left."""
-        found, others = list[Request](), list[tuple[Request, int]]()
-        for request, num_known in guided:
-            is_behind = len(request.prompt) + request.num_guided + 1 == num_known
-            found.append(request) if is_behind else others.append((request, num_known))
+        is_behind = [len(request.prompt) + request.num_guided + 1 == num_known for request, num_known in guided]
+        found = [request for (request, _), behind in zip(guided, is_behind, strict=True) if behind]
         table, rows = self._scheduler.rows, [request.row for request in found]
         tokens = table.tokens[rows, table.num_tokens[rows] - 1].tolist()
         errors = advance_together([request.guide for request in found if request.guide is not None], tokens)
-        for index, request in enumerate(found):
+        for request in found:
             request.num_guided += 1
-            if index in errors:
-                self._end(request, "error", _failure(request, errors[index]))
-            elif request.guide is not None and request.guide.is_over:
+        for index, error in errors.items():
+            self._end(found[index], "error", _failure(found[index], error))
+        for index, request in enumerate(found):
+            if request.guide is not None and request.guide.is_over and index not in errors:
                 self._end(request, "stop")
-        return others
+        return [pair for pair, behind in zip(guided, is_behind, strict=True) if not behind]
 
     def _judge(self, finished: Finished) -> Finished:
         """A request that has reached its limit: its last token may have been the one that makes it complete."""
