@@ -44,15 +44,21 @@ class RegexWriter : public Writer {
         if (is_ascii && most == 1)
             return repeat([&] { byte_of(spans); }, fewest, most);
         const bool is_long = most == UNBOUNDED || most >= LONG_RUN;
-        if (is_long && size_of(spans) >= MANY_CHARACTERS && num_tables_ < MAX_OWN_TABLES) {
+        run(kind(spans, is_long && size_of(spans) >= MANY_CHARACTERS), fewest, most);
+    }
+
+    // The letters of these characters, found once for all their runs.
+    const RunKind& kind(const Spans& spans, bool pays) {
+        const auto [found, is_new] = kinds_.try_emplace({spans, pays});
+        if (!is_new) return found->second;
+        if (pays && num_tables_++ < MAX_OWN_TABLES) {
             auto table = vocabulary_.table(spans, may_make_);
             if (table == nullptr) throw NoProgram();
-            num_tables_++;
-            return run({table->letters, table}, fewest, most);
+            return found->second = {table->letters, table};
         }
         auto letters = CharacterLetters::of(spans);
         if (letters == nullptr) throw NoProgram();
-        run({std::move(letters), nullptr}, fewest, most);
+        return found->second = {std::move(letters), nullptr};
     }
 
     void byte_of(const Spans& spans) {
@@ -64,6 +70,7 @@ class RegexWriter : public Writer {
     Vocabulary& vocabulary_;
     const bool may_make_;
     size_t num_tables_ = 0;
+    std::map<std::pair<Spans, bool>, RunKind> kinds_;  // by characters, and whether a table pays
 };
 
 }  // namespace gapless
