@@ -5,6 +5,7 @@ The others are small scripts that speak their part and load no torch.
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -169,3 +170,20 @@ def test_a_stopped_rank_takes_no_plans(tmp_path: Path) -> None:
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Team(NUM_RANKS, 1.0, lambda failure: None, (str(tmp_path / "nothing"),))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors as Linux shows them")
+@pytest.mark.parametrize("has_started", [True, False])
+def test_a_team_leaves_no_descriptor_open(tmp_path: Path, has_started: bool) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    if has_started:
+        watched = Watched(tmp_path, "def plan_came(): pass\n" + SERVE)
+        watched.start()
+        watched.team.close()
+        watched.team.close()
+        del watched  # its ring is memory, which goes with it
+        gc.collect()
+    else:
+        with pytest.raises(FileNotFoundError):
+            Team(NUM_RANKS, 1.0, lambda failure: None, (str(tmp_path / "no-such-program"),))
+    assert set(os.listdir("/proc/self/fd")) <= before

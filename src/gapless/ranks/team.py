@@ -73,6 +73,7 @@ class Team:
         self._heard = threading.Condition()
         self._last_sign_s = time.monotonic()
         self._wake_read, self._wake_write = os.pipe()
+        self._wake_ends = [self._wake_read, self._wake_write]  # open
         started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(num_ranks, started), name="gapless-ranks", daemon=True)
         self._thread.start()
@@ -122,6 +123,8 @@ class Team:
             self._closing.set()
             os.write(self._wake_write, b"\1")
         self._thread.join()
+        while self._wake_ends:
+            os.close(self._wake_ends.pop())
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -143,6 +146,10 @@ class Team:
         os.set_blocking(bell, False)
         try:
             process = spawn(self._command, (theirs.fileno(), listening, self._ring_fd))
+        except OSError:
+            ours.close()
+            os.close(bell)
+            raise
         finally:
             theirs.close()
             os.close(listening)
