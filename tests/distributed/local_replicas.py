@@ -77,7 +77,8 @@ async def pool_of(num_replicas: int, scaler: Autoscaler | None = None, **options
         yield pool, keeper
     finally:
         await pool.close()
-        running.cancel()
+        async with asyncio.timeout(WAIT_S):
+            await running
 
 
 async def until(true: Callable[[], bool]) -> None:

@@ -204,6 +204,8 @@ class EnginePool:
         if self._closing:
             return
         self._closing = True
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_result(None)  # nothing scales or replaces replicas that are about to end
         for flight in self.unfinished():
             self.abort(flight)
         self._home.close()
