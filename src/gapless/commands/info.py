@@ -44,6 +44,7 @@ def info(options: EngineOptions) -> int:
         "device": f"{resolved.device_name}, {options.num_threads or torch.get_num_threads()} threads",
         "model": f"{source.name}: {model.architecture}, {model.num_layers} layers, vocabulary {model.vocab_size}",
         "dtype": f"weights {_weights(resolved)}, KV cache {kv_dtype}",
+        **({"ranks": _ranks(options.tensor_parallel)} if options.tensor_parallel > 1 else {}),
         "step": _step(resolved),
         **({"attention": _attention(resolved)} if resolved.attention else {}),
         "depth": str(options.depth),
@@ -56,6 +57,10 @@ def info(options: EngineOptions) -> int:
     for name, text in rows.items():
         print(f"{name:13} {text}")
     return 0
+
+
+def _ranks(count: int) -> str:
+    return f"{count}, each with its part of the model; sizes below are those of one"
 
 
 def _kv_room(limits: Limits) -> str:

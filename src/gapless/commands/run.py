@@ -238,7 +238,7 @@ def cluster_wishes(args: argparse.Namespace, options: EngineOptions) -> Wishes |
         raise ConfigError(f"--replicas must be at least 1, got {args.replicas}")
     if args.gpus_per_replica is not None and not 0 <= args.gpus_per_replica < math.inf:
         raise ConfigError(f"--gpus-per-replica must be 0 or more, got {args.gpus_per_replica}")
-    return Wishes(args.ray, args.replicas, args.gpus_per_replica)
+    return Wishes(args.ray, args.replicas, args.gpus_per_replica, options.tensor_parallel)
 
 
 def _stopped(error: BaseException, results: object, tally: RunTally, trace: str | bool | None) -> int:

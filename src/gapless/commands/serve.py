@@ -55,7 +55,7 @@ def replica_wishes(args: argparse.Namespace, engine: EngineOptions) -> ReplicaWi
         raise ConfigError(f"--replicas must be at least 1, got {least}")
     if args.gpus_per_replica is not None and not 0 <= args.gpus_per_replica < math.inf:
         raise ConfigError(f"--gpus-per-replica must be 0 or more, got {args.gpus_per_replica}")
-    return ReplicaWishes(Wishes(args.ray or NEAREST, least, args.gpus_per_replica), most)
+    return ReplicaWishes(Wishes(args.ray or NEAREST, least, args.gpus_per_replica, engine.tensor_parallel), most)
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:

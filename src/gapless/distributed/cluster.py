@@ -47,6 +47,7 @@ class Wishes:
     address: str
     replicas: int | None = None
     gpus_per_replica: float | None = None
+    ranks: int = 1  # of each replica, all on one node
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,9 @@ def place(wishes: Wishes) -> Placement:
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
     total = sum(node["Resources"].get("GPU", 0) for node in nodes)
-    per_replica = wishes.gpus_per_replica if wishes.gpus_per_replica is not None else float(total > 0)
+    per_replica = wishes.gpus_per_replica if wishes.gpus_per_replica is not None else wishes.ranks * float(total > 0)
+    if 0 < per_replica < wishes.ranks != 1:
+        raise ConfigError(f"--gpus-per-replica {per_replica:g}: tensor_parallel {wishes.ranks} needs as many GPUs")
     able = sum(node["Resources"].get("CPU", 0) >= 1 for node in nodes)
     if not per_replica:
         return Placement(wishes.replicas or max(1, able), 0, float(able > 0))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 LOCAL = "127.0.0.1"
 dist: Any = import_module("torch.distributed")  # the types of its process groups are not told
+c10d: Any = import_module("torch._C._distributed_c10d")
 
 
 class CollectiveFailed(RuntimeError):
@@ -28,23 +29,35 @@ class TorchGroup:
         """backend: gloo or nccl. Waits for all ranks."""
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s
-        self._group = self._met(lambda: _BACKENDS[backend](store, rank, size, timedelta(seconds=timeout_s)))
+        self._met(lambda: self._open(backend, store))
+
+    def _open(self, backend: str, store: Any) -> None:
+        limit = timedelta(seconds=self._timeout_s)
+        self._group = _BACKENDS[backend](store, self.rank, self.size, limit)
 
     def add(self, tensor: Tensor) -> Tensor:
-        self._met(lambda: self._group.allreduce([tensor]).wait())
+        self._met(lambda: self._group.allreduce([tensor], self._options("Allreduce")))
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
         found = tensor.new_empty((self.size, *tensor.shape))
-        self._met(lambda: self._group._allgather_base(found.flatten(0, 1), tensor).wait())
+        self._met(lambda: self._group._allgather_base(found.flatten(0, 1), tensor, self._options("Allgather")))
         return found
 
     def share(self, tensor: Tensor) -> None:
-        self._met(lambda: self._group.broadcast(tensor, 0).wait())
+        self._met(lambda: self._group.broadcast([tensor], self._options("Broadcast")))
 
-    def _met(self, meet: Callable[[], Any]) -> Any:
+    def _options(self, kind: str) -> Any:
+        """On the current stream, not on one of the library's own. A broadcast is from rank 0."""
+        options = getattr(c10d, f"{kind}Options")()
+        options.asyncOp = False
+        return options
+
+    def _met(self, meet: Callable[[], Any]) -> None:
         try:
-            return meet()
+            work = meet()
+            if work is not None:  # queued, and nothing to wait for
+                work.wait()
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:200]
             raise CollectiveFailed(

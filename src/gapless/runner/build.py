@@ -15,6 +15,7 @@ from gapless.config import EngineOptions
 from gapless.core.params import MAX_LOGPROBS
 from gapless.device import open_device
 from gapless.device.base import Device
+from gapless.errors import ConfigError
 from gapless.models.rank_group import ONE_RANK, RankGroup
 from gapless.models.source import ModelSource
 from gapless.runner.kits import kit_for
@@ -41,6 +42,8 @@ def build(
     processed: logits processors may come between the halves of a step. group: the ranks that hold the model, each of
     which builds its part now.
     """
+    if group.size != options.tensor_parallel:
+        raise ConfigError(f"tensor_parallel {options.tensor_parallel}: one rank alone is built here; use 1")
     settings = settle(options, read_config(source), group.rank)
     device = open_device(settings.device_name, seed=options.interleave, check=options.check)
     try:
