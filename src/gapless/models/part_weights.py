@@ -52,7 +52,8 @@ class PartWeights:
             shape = list(parts[0].shape)
             shape[cut.axis] = lacking
             parts.append(parts[0].new_zeros(shape))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, cut.axis)
+        # a stretch may be a view of the file, with gaps: a copy of it holds the rank's numbers alone
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, cut.axis)
 
 
 def divisible(weights: Weights) -> DivisibleWeights:

@@ -26,6 +26,7 @@ from gapless.runner.native import NativeModel
 from gapless.runner.resolve import max_model_len, read_config, resolve_on, settle
 
 __all__ = ["Built", "assemble", "build", "load"]
+ALL_THREADS = torch.get_num_threads()  # before any engine has taken a share of them
 
 
 @shortage_named("the model")
@@ -69,7 +70,7 @@ def load(
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     elif settings.num_sharing > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // settings.num_sharing))
+        torch.set_num_threads(max(1, ALL_THREADS // settings.num_sharing))
     weights = WeightOptions(
         dtype=settings.dtype,
         device=device.torch_device,
