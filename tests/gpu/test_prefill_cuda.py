@@ -154,7 +154,7 @@ def for_any(shape: Shape, scale: float) -> Callable[[Scene, Scene], None]:
     def attend(scene: Scene, of: Scene) -> None:
         tiles = scene.tiles(64)
         prefill[(shape.num_heads, len(tiles) - 1)](
-            scene.q, of.sinks, of.pool, of.blocks, tiles, scene.out, options.scale, of.blocks.stride(0),
+            scene.q, of.sinks, of.pool, of.blocks, tiles, scene.out, options.scale, options.v_unit, of.blocks.stride(0),
             NUM_HEADS=shape.num_heads, NUM_KV=shape.num_kv_heads, HEAD_DIM=shape.head_dim,
             BLOCK_D=next_power_of_2(shape.head_dim), BLOCK_SIZE=shape.block_size, BLOCK_M=64, BLOCK_N=64,
             PRECISION="tf32", SIZE=SIZE.value, **options.constants(has_sinks=shape.sinks), num_warps=4, num_stages=2,
