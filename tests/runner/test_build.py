@@ -16,9 +16,10 @@ from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.errors import CapacityError, ConfigError, UnsupportedModel
 from gapless.models.loader import load_config, load_model
 from gapless.models.source import resolve as find
-from gapless.runner.build import _dry_run
+from gapless.runner.build import _dry_run, agreed, build
 from gapless.runner.kv_store import block_bytes
 from gapless.runner.resolve import MAX_AUTO_LEN, Resolved, resolve, settle
+from rank_threads import on_ranks
 from tiny import write_dummy
 
 BLOCK_BYTES = 2 * 16 * 2 * 2 * 8 * 4  # layers, tokens, k and v, kv heads, head size, float32
@@ -110,3 +111,23 @@ def test_the_dry_run_makes_logits_for_no_more_places_than_rows(dummy_dir: Path) 
     options = EngineOptions(model=str(dummy_dir), device="cpu", max_num_rows=3, max_batch_tokens=20)
     _dry_run(noted, settle(options, config), device.torch_device)  # type: ignore[arg-type]
     assert sizes == [3, 3]
+
+
+def test_ranks_agree_on_the_least_number_of_blocks(dummy_dir: Path) -> None:
+    """Plans name blocks, so every rank must have those that any other has."""
+    found = [resolved(dummy_dir, num_blocks=count) for count in (9, 7, 8)]
+    agreements = on_ranks(3, lambda rank: agreed(found[rank.rank], rank, torch.device("cpu")))
+    assert [(each.limits.num_blocks, each.kv_bytes) for each in agreements] == [(7, 7 * BLOCK_BYTES)] * 3
+
+
+def test_one_rank_is_not_built_for_several(dummy_dir: Path) -> None:
+    options = EngineOptions(model=str(dummy_dir), device="cpu", load_format="dummy", tensor_parallel=2)
+    with pytest.raises(ConfigError, match=r"^tensor_parallel 2: one rank alone is built here"):
+        build(options, find(dummy_dir))
+
+
+def test_ranks_divide_the_memory_of_a_cpu(dummy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has half of the heads, so a block takes half the bytes; and a half of the free memory."""
+    monkeypatch.setattr(cpu, "available_memory", lambda: 3 * 20 * BLOCK_BYTES)
+    assert resolved(dummy_dir).limits.num_blocks == resolved(dummy_dir, tensor_parallel=2).limits.num_blocks
+    assert resolved(dummy_dir, tensor_parallel=2).kv_bytes == resolved(dummy_dir).kv_bytes // 2
