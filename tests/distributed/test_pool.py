@@ -190,6 +190,26 @@ def test_replicas_follow_the_load() -> None:
     go(play())
 
 
+def test_a_server_outlives_a_cluster_that_fails_to_change_its_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        async with pool_of(1) as (pool, keeper):
+            restart, calls = keeper.restart, []
+
+            def fail_once(num_replicas: int) -> None:
+                calls.append(num_replicas)
+                if len(calls) == 1:
+                    raise RuntimeError("the controller is away")
+                restart(num_replicas)
+
+            monkeypatch.setattr(keeper, "restart", fail_once)
+            pool.restart()
+            await until(lambda: "r0" not in keeper.relays and pool.is_ready)
+            await check_all([submit(pool, 1, 10)])
+            assert calls == [1, 1]
+
+    go(play())
+
+
 def test_the_rule_of_the_autoscaler() -> None:
     scaler = Autoscaler(2, 6)
     assert scaler.target(0.0, 1000, 0) == 2, "nothing is known of the engines yet"

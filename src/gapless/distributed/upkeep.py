@@ -62,17 +62,28 @@ class Upkeep:
         await asyncio.to_thread(self._keeper.start, address, self.num_wanted)
         while True:
             await asyncio.sleep(KEEP_S)
-            found = load()
-            if not found.num_rows and (problem := await asyncio.to_thread(self._keeper.problem)) is not None:
-                raise EngineFailed(problem)
-            if self._restart_due:
-                self._restart_due = False
+            try:
+                await self._look(load())
+            except EngineFailed:
+                raise
+            except Exception as error:  # the cluster is away; the replicas that are there serve on
+                log.error("replicas cannot be kept, which is tried again: %s", " ".join(str(error).split())[:300])
+
+    async def _look(self, found: PoolLoad) -> None:
+        if not found.num_rows and (problem := await asyncio.to_thread(self._keeper.problem)) is not None:
+            raise EngineFailed(problem)
+        if self._restart_due:
+            self._restart_due = False
+            try:
                 await asyncio.to_thread(self._keeper.restart, self.num_wanted)
-            target = self._scaler.target(time.monotonic(), found.num_unfinished, found.num_rows)
-            if target != self.num_wanted:
-                log.info("replicas: %d instead of %d", target, self.num_wanted)
-                self.num_wanted = target
-                await asyncio.to_thread(self._keeper.scale, target)
+            except Exception:
+                self._restart_due = True
+                raise
+        target = self._scaler.target(time.monotonic(), found.num_unfinished, found.num_rows)
+        if target != self.num_wanted:
+            log.info("replicas: %d instead of %d", target, self.num_wanted)
+            await asyncio.to_thread(self._keeper.scale, target)
+            self.num_wanted = target
 
     async def stop(self) -> None:
         """End the replicas."""
