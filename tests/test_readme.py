@@ -45,7 +45,13 @@ def test_command_parses(arguments: list[str]) -> None:
 def test_every_command_is_shown() -> None:
     shown = {call[0] for call in commands("gapless")}
     assert shown == {"run", "generate", "trace", "compare", "info", "check", "compile", "serve", "bench", "chat"}
-    assert {call[1] for call in commands("gapless") if call[0] == "bench"} == {"host", "offline", "serve", "structured"}
+    assert {call[1] for call in commands("gapless") if call[0] == "bench"} == {
+        "accuracy",
+        "host",
+        "offline",
+        "serve",
+        "structured",
+    }
 
 
 def test_make_targets_exist() -> None:
