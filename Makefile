@@ -13,7 +13,7 @@ GET_CHROMIUM := if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 
 .DEFAULT_GOAL := help
 FUZZ_SECONDS ?= 600
-SLOW_SECONDS ?= 1500
+SLOW_SECONDS ?= 2400
 .PHONY: help run test test-slow test-all lint bench mutants fuzz clean
 
 help:  ## show this list
@@ -26,7 +26,7 @@ test: $(DEV_STAMP)  ## lint, type-check and run the tests, all but the slow ones
 	@$(MAKE) --no-print-directory lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 4 --dist loadfile
 
-test-slow: $(DEV_STAMP)  ## the slow tests, in at most SLOW_SECONDS (1500): kills under load, hung steps, long fuzz of the API
+test-slow: $(DEV_STAMP)  ## the slow tests, in at most SLOW_SECONDS (2400): kills under load, hung steps, long fuzz of the API
 	@OMP_NUM_THREADS=1 timeout $(SLOW_SECONDS) $(BIN)/python -m pytest -m "slow and not gpu" --durations=5
 
 test-all: $(DEV_STAMP)  ## all tests, those for a GPU too

@@ -115,6 +115,20 @@ def _check_disconnect(server: Server) -> None:
     eventually(lambda: server.metric('gapless_requests_total{outcome="abort"}') == 1, server)
 
 
+@pytest.mark.slow
+def test_a_signal_to_a_whole_group_ends_a_server_with_a_local_ray(tmp_path: Path, long_dir: Path) -> None:
+    """As service managers send it: Ray's processes end first, and nobody waits for them."""
+    flags = ("--served-model-name", "tiny", "--num-blocks", "64", "--replicas", "1", "--ray", "local")
+    with running(tmp_path / "log.jsonl", long_dir, *flags) as server:
+        eventually(lambda: server.metric("gapless_engine_up") == 1, server)
+        others = psutil.Process(server.process.pid).children(recursive=True)
+        assert any("gcs_server" in process.name() for process in others)
+        for process in (*others, psutil.Process(server.process.pid)):
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+        assert server.process.wait(40) == 0
+
+
 def test_wrong_wishes_are_one_line(long_dir: Path, address: str, capsys: pytest.CaptureFixture[str]) -> None:
     start = ["serve", "--model", str(long_dir), "--device", "cpu", "--port", "0"]
     wrong = {

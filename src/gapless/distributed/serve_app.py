@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from gapless.distributed.cluster import LONGEST_REASON, Placement
+from gapless.distributed.cluster import LONGEST_REASON, Placement, answers
 from gapless.distributed.home import HomeAddress
 from gapless.distributed.serve_replica import EngineReplica
 
@@ -84,6 +84,8 @@ class ServeApp:
         """End the replicas; and Serve, unless it has other applications."""
         from ray import serve
 
+        if not answers():  # a signal to a whole group of processes ends a local Ray before us
+            return
         serve.delete(self._name)
         if not serve.status().applications:
             serve.shutdown()
