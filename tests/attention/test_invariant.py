@@ -14,6 +14,7 @@ from gapless.attention.invariant import InvariantAttention
 from gapless.attention.reference import ReferenceAttention
 from gapless.kernels.invariant_attention import BASE, OCTAVE, num_segments
 from gapless.models.rope import RotaryRotation
+from interpreted_dot import mend_dots
 
 LONG = [
     Shape(2, 1, 16, (2300, 128, 129), ((0, 130),), num_cores=32),
@@ -56,8 +57,9 @@ def test_segments_grow_with_their_position() -> None:
     assert num_segments(2**17) == 64
 
 
-def test_a_token_does_not_know_its_neighbours() -> None:
+def test_a_token_does_not_know_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last token of a long row: as the end of a chunk, as a chunk of its own, as a decode row beside others."""
+    mend_dots(monkeypatch)
     generator = torch.Generator().manual_seed(5)
     length, num_heads, num_kv_heads, head_dim = 150, 4, 2, 16
     blocks = torch.randperm(40, generator=generator)[None].to(DEVICE)

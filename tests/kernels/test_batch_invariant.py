@@ -17,6 +17,7 @@ from gapless.kernels.batch_invariant import (
     tile_of_many,
     tiling_of_few,
 )
+from interpreted_dot import mend_dots
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = torch.cuda.is_available()
@@ -37,7 +38,8 @@ def test_is_the_product(num_rows: int, columns: int, inner: int, has_bias: bool)
     torch.testing.assert_close(plain_product(x, weight, bias).float(), expected, atol=tolerance * 4, rtol=tolerance)
 
 
-def test_a_row_is_the_same_alone_and_anywhere_in_a_batch() -> None:
+def test_a_row_is_the_same_alone_and_anywhere_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    mend_dots(monkeypatch)
     x, weight = draw(150, 200), draw(90, 200, seed=1)
     together = plain_product(x, weight)
     for row in (0, 1, 63, 64, 149):
