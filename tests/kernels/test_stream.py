@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from other_gluon import OTHERS, put_in_place
 
 from gapless.attention import triton as attention
-from gapless.attention.triton import FEW_ROWS, MANY_ROWS, NARROW, StreamSizes, TritonAttention
+from gapless.attention.triton import FEW_ROWS, LARGE_HEADS, MANY_ROWS, NARROW, StreamSizes, TritonAttention
 from gapless.models.spec import AttentionSpec
 
 SHARED_BYTES = 227 * 1024  # of a core
@@ -26,6 +26,7 @@ HEADS = {  # KV heads, query heads of each, head size, normalized
     "8B": (8, 4, 128, False),
     "SmolLM2": (3, 3, 64, False),
 }
+GEMMA = {"Gemma 3 1B": (1, 4, 256, True), "Gemma 3 4B": (4, 2, 256, True)}
 OPTIONS = {
     "plain": {"WINDOW": 0, "SOFT_CAP": 0.0, "HAS_SINKS": False},
     "all options": {"WINDOW": 128, "SOFT_CAP": 50.0, "HAS_SINKS": True},
@@ -63,12 +64,15 @@ def specs(num_heads: int, num_kv_heads: int, head_dim: int) -> list[AttentionSpe
         ("8B", FEW_ROWS, "all options", "bf16"),
         ("8B", NARROW, "plain", "fp8e4nv"),
         ("SmolLM2", NARROW, "all options", "fp8e4nv"),
+        ("Gemma 3 1B", LARGE_HEADS, "plain", "bf16"),
+        ("Gemma 3 4B", LARGE_HEADS, "all options", "bf16"),
+        ("Gemma 3 4B", LARGE_HEADS, "all options", "fp8e4nv"),
     ],
 )
 def test_keys_are_under_way_before_the_wait_and_nothing_is_written(
     name: str, sizes: StreamSizes, options: str, pool: str
 ) -> None:
-    num_kv_heads, group, head_dim, norm = HEADS[name]
+    num_kv_heads, group, head_dim, norm = (HEADS | GEMMA)[name]
     values = {
         "NUM_KV": num_kv_heads, "GROUP": group, "GROUP_2": 1 << (group - 1).bit_length(), "HEAD_DIM": head_dim,
         "LENGTHS": 32, "MIN_SHARE": sizes.min_share, "NUM_STAGES": sizes.num_stages, "HAS_NORM": norm,
@@ -102,6 +106,7 @@ def test_keys_are_under_way_before_the_wait_and_nothing_is_written(
         (9, torch.float16, 64, 4, 16, True),
         (9, torch.float8_e4m3fn, 128, 16, 16, True),
         (9, torch.bfloat16, 128, 32, 16, True),
+        (9, torch.bfloat16, 256, 16, 16, True),
         (0, torch.bfloat16, 128, 16, 16, False),
         (8, torch.bfloat16, 128, 16, 16, False),
         (10, torch.bfloat16, 128, 16, 16, False),
@@ -124,6 +129,7 @@ def test_what_it_is_for(
     pools = [torch.zeros(4, 8, head_dim, dtype=dtype)]
     found = TritonAttention(pools, block_size, specs(num_heads, 4, head_dim), 8, 132)
     sizes = [NARROW, NARROW] if dtype == torch.float8_e4m3fn else [FEW_ROWS, MANY_ROWS]
+    sizes = [LARGE_HEADS, LARGE_HEADS] if head_dim == 256 else sizes
     assert [found.stream_sizes(count) for count in (8, 9)] == (sizes if expected else [None, None])
 
 

@@ -31,8 +31,9 @@ PROGRAMS_AHEAD = 2  # most per core for which they prefetch their first keys bef
 WARP_BYTES = 4096  # of queries, for each warp of a decode program
 MIN_GROUP = 16  # rows of a tile that the matrix units take
 STREAM_DTYPES = (torch.bfloat16, torch.float16, FP8)
-STREAM_HEAD_DIMS = (64, 128)
+STREAM_HEAD_DIMS = (64, 128, 256)
 STREAM_PROGRAMS = 16  # of the kernel in Triton for each core, at most: what comes beyond was not measured
+LARGE = 128  # heads above have fewer stages and warps
 CORES_A_HEAD = 4  # for each KV head of each row: from here on rows are few
 LOG2_E = 1.4426950408889634  # kernels use powers of two
 MAX_HEAD_DIM = 256  # tiles of larger heads do not fit
@@ -61,6 +62,7 @@ class StreamSizes:
 
 FEW_ROWS = StreamSizes(num_warps=4, num_stages=4, programs_a_core=1, min_share=6)  # fewer parts of each to join
 MANY_ROWS = StreamSizes(num_warps=2, num_stages=4, programs_a_core=2, min_share=6)
+LARGE_HEADS = StreamSizes(num_warps=2, num_stages=4, programs_a_core=1, min_share=6)  # of 256: twice the memory
 NARROW = StreamSizes(num_warps=4, num_stages=4, programs_a_core=2, min_share=6)  # FP8: half the memory, more to compute
 
 
@@ -135,6 +137,7 @@ class TritonAttention:
             return None
         sizes = FEW_ROWS if programs * CORES_A_HEAD <= self._num_cores else MANY_ROWS
         sizes = NARROW if self.pools[0].dtype == FP8 else sizes
+        sizes = LARGE_HEADS if self._head_dim > LARGE else sizes
         return sizes if sizes.programs_a_core * self._num_cores >= self._num_kv_heads else None
 
     def num_splits(self, num_rows: int) -> int:
