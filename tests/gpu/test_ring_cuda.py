@@ -52,11 +52,12 @@ def test_equals_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
         if tiling is None or tiling.kernel != "ring":
             continue
         tried += 1
-        x = draw(num_rows, inner)
+        x, bias = draw(num_rows, inner), None if gated or num_sums == 1 else draw(columns)
+        added = 0.0 if bias is None else bias.float()
         if adds:
             residual = draw(num_rows, columns)
-            expected = residual.float() + x.float() @ weight.float().T
-            found = product(x, weight, workspace, tiling, add_to=residual)
+            expected = residual.float() + x.float() @ weight.float().T + added
+            found = product(x, weight, workspace, tiling, add_to=residual, bias=bias)
             left = workspace.squares.view(-1, MAX_ROWS)[: columns // tiling.block_n, :num_rows].sum(dim=0)
             torch.testing.assert_close(left, found.float().square().sum(dim=1), rtol=1e-4, atol=1e-4)
         else:
@@ -64,11 +65,15 @@ def test_equals_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
             sums.fill_(float("nan"))  # what nobody left is not to be read
             sums[:num_sums] = 0.0
             sums[:num_sums, :num_rows] = x.float().square().view(num_rows, num_sums, -1).sum(dim=2).T
-            expected = F.rms_norm(x.float(), (inner,), eps=EPS) @ weight.float().T
+            expected = F.rms_norm(x.float(), (inner,), eps=EPS) @ weight.float().T + added
             if gated:
                 gate, up = expected.chunk(2, dim=1)
-                expected = F.silu(gate) * up
-            found = product(x, weight, workspace, tiling, num_squares=num_sums, eps=EPS, gated=gated)
+                expected = (F.gelu(gate, approximate="tanh") if num_sums == 1 else F.silu(gate)) * up
+            activation = "gelu_tanh" if num_sums == 1 else "silu"
+            found = product(
+                x, weight, workspace, tiling, num_squares=num_sums, eps=EPS, gated=gated, bias=bias,
+                activation=activation,
+            )  # fmt: skip
         error = (found.float() - expected).norm() / expected.norm()
         assert error < 5e-3, (num_rows, float(error))
     assert len(launched) == tried >= 6

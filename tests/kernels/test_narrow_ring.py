@@ -28,7 +28,8 @@ from gapless.kernels.narrow_ring import narrow_product
 values = json.loads(sys.argv[1])
 tile = [values["BLOCK_N"], values["BLOCK_K"]]
 layout = gl.NVMMASharedLayout.get_default_for(tile, gl.float8e4nv)
-types = dict.fromkeys(["x", "out"], "*bf16") | dict.fromkeys(["parts", "squares_in", "squares_out", "scales"], "*fp32")
+types = dict.fromkeys(["x", "out", "bias"], "*bf16")
+types |= dict.fromkeys(["parts", "squares_in", "squares_out", "scales"], "*fp32")
 types |= {"weight": f"tensordesc<fp8e4nv{tile},{layout!r}>", "counters": "*i32"}
 types |= {"num_rows": "i32", "num_squares": "i32", "eps": "fp32"} | dict.fromkeys(values, "constexpr")
 names = narrow_product.arg_names
@@ -48,7 +49,8 @@ def test_weights_and_nothing_else_are_under_way_before_the_wait(name: str) -> No
     values = {
         "N": columns, "K": inner, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k,
         "NUM_STAGES": tiling.num_stages, "SPLITS": tiling.splits, "NORM": not adds, "GATED": gated, "ADD": adds,
-        "MAX_SQUARES": 32, "SQUARES_STRIDE": 256, "TRIGGER": tiling.triggers, "SCALES": scales,
+        "MAX_SQUARES": 32, "SQUARES_STRIDE": 256, "TRIGGER": tiling.triggers, "SCALES": scales, "HAS_BIAS": not gated,
+        "ACTIVATION": "silu" if gated else "",
     }  # fmt: skip
     ran = subprocess.run(
         [sys.executable, "-c", COMPILE, json.dumps(values)],

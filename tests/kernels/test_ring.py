@@ -40,7 +40,7 @@ layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)
 if num_ctas > 1:
     tile = [values["BLOCK_K"] // 64, values["BLOCK_N"], 64]
     layout = gl.NVMMASharedLayout(128, 16, rank=3, cga_layout=copies(3, num_ctas))
-types = dict.fromkeys(["x", "out"], "*bf16") | dict.fromkeys(["parts", "squares_in", "squares_out"], "*fp32")
+types = dict.fromkeys(["x", "out", "bias"], "*bf16") | dict.fromkeys(["parts", "squares_in", "squares_out"], "*fp32")
 types |= {"weight": f"tensordesc<bf16{tile},{layout!r}>", "counters": "*i32"}
 types |= {"num_rows": "i32", "num_squares": "i32", "eps": "fp32"} | dict.fromkeys(values, "constexpr")
 names = ring_product.arg_names
@@ -64,6 +64,7 @@ def test_weights_and_nothing_else_are_under_way_before_the_wait(name: str, order
         "NUM_STAGES": tiling.num_stages, "ROW_STAGES": tiling.row_stages or tiling.num_stages,
         "SPLITS": tiling.splits, "NORM": not adds, "GATED": gated, "ADD": adds,
         "MAX_SQUARES": 32, "SQUARES_STRIDE": 256, "TRIGGER": tiling.triggers, "ORDER_FREE": order_free,
+        "HAS_BIAS": not gated, "ACTIVATION": "gelu_tanh" if gated else "",
         "num_ctas": tiling.splits if tiling.cluster else 1,
     }  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

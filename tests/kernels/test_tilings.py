@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from gapless.kernels.tilings import MAX_ROWS, NUM_CORES, SHARED_MEMORY_BYTES, VECTOR_BYTES, Tiling, choose_tiling
+from gapless.kernels.tilings import (
+    ALONE_BYTES,
+    MAX_ROWS,
+    NUM_CORES,
+    SHARED_MEMORY_BYTES,
+    VECTOR_BYTES,
+    Tiling,
+    choose_tiling,
+)
 
 # hidden, intermediate, queries' size, keys' size, vocabulary
 MODELS = {
@@ -12,11 +20,17 @@ MODELS = {
     "0.6B": (1024, 3072, 2048, 1024, 151936),
     "1B": (2048, 8192, 2048, 512, 128256),
 }
-OTHERS = {  # some of whose products have no tiling
+MIDDLE = {  # sizes that are no powers of two
     "SmolLM2-135M": (576, 1536, 576, 192, 49152),
     "Qwen2.5-0.5B": (896, 4864, 896, 128, 151936),
-    "TinyLlama-1.1B": (2048, 5632, 2048, 256, 32000),
+    "Gemma 3 1B": (1152, 6912, 1024, 256, 262144),
+    "Qwen2.5-1.5B": (1536, 8960, 1536, 256, 151936),
     "Qwen3-4B": (2560, 9728, 4096, 1024, 151936),
+    "Qwen2.5-7B": (3584, 18944, 3584, 512, 152064),
+    "Qwen3-14B": (5120, 17408, 5120, 1024, 151936),
+}
+OTHERS = {  # some of whose products have no tiling
+    "TinyLlama-1.1B": (2048, 5632, 2048, 256, 32000),
     "Llama-3.2-3B": (3072, 8192, 3072, 1024, 128256),
     "OpenLLaMA-3B": (3200, 8640, 3200, 3200, 32000),
     "Llama-2-13B": (5120, 13824, 5120, 5120, 32000),
@@ -29,7 +43,7 @@ ROWS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 128, 129, MAX_ROWS]
 
 def products(model: str) -> dict[str, tuple[int, int, bool, bool]]:
     """Columns, inner size, gated, adds."""
-    hidden, intermediate, q_size, kv_size, vocab = (MODELS | OTHERS)[model]
+    hidden, intermediate, q_size, kv_size, vocab = (MODELS | MIDDLE | OTHERS)[model]
     return {
         "qkv": (q_size + 2 * kv_size, hidden, False, False),
         "out": (hidden, q_size, False, True),
@@ -74,7 +88,7 @@ def test_tilings_cover_their_product_and_fit_the_chip(num_rows: int, model: str,
 
 
 @pytest.mark.parametrize("ring", [False, True])
-@pytest.mark.parametrize("model", [*MODELS, *OTHERS])
+@pytest.mark.parametrize("model", [*MODELS, *MIDDLE, *OTHERS])
 def test_tilings_stay_within_the_workspace(model: str, ring: bool) -> None:
     launcher = pytest.importorskip("gapless.kernels.products")
     for name, (columns, inner, gated, adds) in products(model).items():
@@ -86,13 +100,15 @@ def test_tilings_stay_within_the_workspace(model: str, ring: bool) -> None:
             assert row_tiles * tiling.block_m <= MAX_ROWS  # padding has sums of squares too
             assert not adds or num_tiles <= launcher.SQUARES_TILES
             if tiling.kernel == "vector":
-                assert 2 * (2 if gated else 1) * tiling.block_n * inner <= VECTOR_BYTES
+                held = 2 * (2 if gated else 1) * tiling.block_n * inner
+                assert held <= (VECTOR_BYTES if num_tiles > NUM_CORES else ALONE_BYTES)
                 assert num_tiles <= 2 * NUM_CORES
             if tiling.splits > 1:
                 assert num_tiles * row_tiles <= launcher.COUNTERS
                 assert tiling.splits * columns * row_tiles * tiling.block_m <= launcher.PARTS
             if tiling.prefetch_bytes:
-                check_prefetches(tiling, inner // tiling.splits, inner, launcher.PREFETCHES)
+                least_part = inner // tiling.block_k // tiling.splits * tiling.block_k
+                check_prefetches(tiling, least_part, inner, launcher.PREFETCHES)
 
 
 def check_prefetches(tiling: Tiling, part_size: int, inner: int, num_prefetches: int) -> None:
@@ -156,7 +172,7 @@ def test_rings_that_wait_for_each_other_fit_on_one_core() -> None:
     assert total <= 228 * 1024
 
 
-@pytest.mark.parametrize("model", [*MODELS, *OTHERS])
+@pytest.mark.parametrize("model", [*MODELS, *MIDDLE, *OTHERS])
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_a_ring_takes_no_product_from_the_other_kernels(num_rows: int, model: str) -> None:
     """Where its tiles do not divide, theirs are taken as before."""
@@ -176,6 +192,24 @@ def test_products_are_split_in_eight_at_most() -> None:
 def test_many_rows_of_a_large_model_take_the_library() -> None:
     assert all(tile(65, "8B", name) is None for name in products("8B"))
     assert all(tile(MAX_ROWS + 1, "0.6B", name) is None for name in products("0.6B"))
+
+
+@pytest.mark.parametrize("model", MIDDLE)
+@pytest.mark.parametrize("num_rows", [1, 8, 16, 32, 64])
+def test_few_rows_of_any_usual_model_have_a_kernel_that_fills_the_chip(num_rows: int, model: str) -> None:
+    """Long inner dimensions are cut into many parts, though no power of two divides them."""
+    for name, (columns, inner, _, adds) in products(model).items():
+        tiling = tile(num_rows, model, name, ring=True)
+        assert tiling is not None, name
+        if adds and inner > 4096:
+            assert columns // tiling.block_n * tiling.splits >= 0.8 * NUM_CORES, name
+
+
+def test_only_rings_need_equal_parts() -> None:
+    assert Tiling(16, 64, 128, splits=8).divides(64, 70 * 128)
+    assert not Tiling(16, 64, 128, splits=8, kernel="ring").divides(64, 70 * 128)
+    assert not Tiling(16, 64, 128, splits=8).divides(64, 70 * 128 + 64)
+    assert not Tiling(16, 64, 64, splits=8).divides(64, 9 * 64), "parts would be too short"
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 100])

@@ -80,11 +80,61 @@ def test_one_row_of_short_products_has_a_kernel_of_its_own() -> None:
         assert tiling.kernel == "vector"
 
 
-@pytest.mark.parametrize("num_rows", [3, MAX_ROWS + 1])
-def test_too_many_rows_and_biases_take_the_library(num_rows: int) -> None:
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 128), (1, 576), (1, 896), (4, 576), (20, 896), (70, 128)])
+def test_a_bias_is_added_by_the_kernel_itself(num_rows: int, size: int) -> None:
+    """Before the residual, once, however many parts the inner dimension has."""
+    make = SkinnyLayers(DEVICE, fused=True, plain=refuse)
+    hidden = make.embed(plain(draw(160, size)))(torch.arange(num_rows, device=DEVICE))
+    norm = Norm(1 + 0.1 * draw(size, seed=1), EPS)
+    qkv, qkv_bias = draw(64, size, seed=2), draw(64, seed=3)
+    expected = normed(hidden.values, norm) @ qkv.float().T + qkv_bias.float()
+    if num_rows <= 64:
+        assert_near(make.norm_linear(norm, plain(qkv), qkv_bias)(hidden), expected)
+    x, out, bias = draw(num_rows, 640, seed=4), draw(size, 640, seed=5), draw(size, seed=6)
+    expected = hidden.values.float() + x.float() @ out.float().T + bias.float()
+    hidden = make.add_linear(plain(out), bias)(x, hidden)
+    assert hidden.num_squares > 1
+    assert_near(hidden.values, expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 20, 70, MAX_ROWS + 1])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activations_of_gates(activation: str, num_rows: int) -> None:
+    make = SkinnyLayers(DEVICE, fused=True, plain=refuse if num_rows <= MAX_ROWS else library_product)
+    hidden = make.embed(plain(draw(300, 128)))(torch.arange(num_rows, device=DEVICE))
+    norm = Norm(1 + 0.1 * draw(128, seed=1), EPS)
+    gate, up = (draw(64, 128, seed=seed) / 4 for seed in (2, 3))  # where both activations are curved
+    weights = GatedWeights(plain(gate), plain(up), None, None, activation)
+    x = normed(hidden.values, norm)
+    activate = {"silu": F.silu, "gelu_tanh": lambda y: F.gelu(y, approximate="tanh")}[activation]
+    expected = activate(x @ gate.float().T) * (x @ up.float().T)
+    assert_near(make.norm_gated(norm, weights)(hidden), expected)
+
+
+def refuse(*_: Any, **__: Any) -> torch.Tensor:
+    raise AssertionError("a fused kernel was to take this product")
+
+
+@pytest.mark.parametrize("num_rows", [3, 40, 70])
+@pytest.mark.parametrize("inner", [640, 1216])
+def test_parts_of_unequal_length(num_rows: int, inner: int) -> None:
+    """5 chunks of 128 in 4 parts, 19 of 64 in 8."""
+    tiling = choose_tiling(num_rows, 64, inner, adds=True)
+    assert tiling is not None
+    assert inner // tiling.block_k % tiling.splits
+    make = SkinnyLayers(DEVICE, fused=True, plain=refuse)
+    weight = draw(64, inner, seed=1)
+    for seed in (2, 3):  # with the same x, the second could find the first one's result in its memory
+        x, residual = draw(num_rows, inner, seed=seed), draw(num_rows, 64, seed=seed)
+        expected = residual.float() + x.float() @ weight.float().T
+        assert_near(make.add_linear(plain(weight), None)(x, Hidden(residual)).values, expected)
+
+
+@pytest.mark.parametrize("num_rows", [MAX_ROWS + 1])
+def test_too_many_rows_take_the_library(num_rows: int) -> None:
     make = SkinnyLayers(DEVICE, fused=True)
     hidden = make.embed(plain(draw(300, 128)))(torch.arange(num_rows, device=DEVICE))
-    assert hidden.num_squares == (1 if num_rows <= MAX_ROWS else 0)
+    assert hidden.num_squares == 0
     norm = Norm(1 + 0.1 * draw(128, seed=1), EPS)
     weight, bias = draw(64, 128, seed=3), draw(64, seed=4)
     expected = normed(hidden.values, norm) @ weight.float().T + bias.float()
@@ -136,9 +186,10 @@ def test_without_fused_kernels_all_products_are_the_plain_one() -> None:
     assert asked == [(64, 128), (128, 64), (64, 128), (256, 128)]
 
 
-@pytest.mark.parametrize(("size", "bias"), [(100, False), (128, True)])
-def test_norms_stay_whole_where_no_kernel_takes_them(size: int, bias: bool) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_norms_stay_whole_where_no_kernel_takes_them(bias: bool) -> None:
     """Folding rounds weights once more; a weight of one beside 2 ** -8 would be lost."""
+    size = 100
     make = SkinnyLayers(DEVICE, fused=True)
     norm = Norm(1 + draw(size, seed=1).abs() / 256, EPS)
     weight, x = draw(64, size, seed=2), draw(3, size, seed=3)

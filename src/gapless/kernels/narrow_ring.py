@@ -91,10 +91,11 @@ def _multiply(
 
 @gluon.jit(do_not_specialize_on_alignment=["num_rows"])  # as `product`
 def narrow_product(
-    x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps, scales,
+    x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps, bias, scales,
     N: gl.constexpr, K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     NUM_STAGES: gl.constexpr, SPLITS: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
-    MAX_SQUARES: gl.constexpr, SQUARES_STRIDE: gl.constexpr, TRIGGER: gl.constexpr, SCALES: gl.constexpr,
+    MAX_SQUARES: gl.constexpr, SQUARES_STRIDE: gl.constexpr, TRIGGER: gl.constexpr, HAS_BIAS: gl.constexpr,
+    ACTIVATION: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """One tile of columns and all rows, over one part of the inner dimension.
 
@@ -185,6 +186,6 @@ def narrow_product(
             if GATED:
                 acc_up = acc_up * gl.load(scales + N + column)[None, :]
         finish(
-            acc, acc_up, sums, residual, out, squares_out, row, at, mask, tile, eps,
-            K, NORM, GATED, ADD, SQUARES_STRIDE, False, out_layout,
+            acc, acc_up, sums, residual, out, squares_out, row, column, at, mask, tile, eps, bias,
+            K, NORM, GATED, ADD, HAS_BIAS, ACTIVATION, SQUARES_STRIDE, False, out_layout,
         )  # fmt: skip

@@ -72,12 +72,16 @@ def product(
     num_squares: int = 0,
     eps: float = 0.0,
     gated: bool = False,
+    activation: str = "silu",
     add_to: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     order_free: bool = False,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [m, K] times weight [N, K] (gated: [2 * N, K]), in x's dtype unless a different one is given.
+    """x [m, K] times weight [N, K] (gated: [2 * N, K]), in x's dtype unless a different one is given, plus bias [N].
+
+    activation: of the gate, one of FUSED_ACTIVATIONS.
 
     With `scales` [1, len(weight)], or [K / 128, len(weight)], the weight is of 8 bits, and these are its columns'.
 
@@ -86,6 +90,7 @@ def product(
     Not both: sums would be written over while others still read them. `order_free`: of squares, see kernels/order_free.
     """
     assert num_squares == 0 or add_to is None
+    assert bias is None or not gated  # gate and up would have two
     num_rows, inner = x.shape
     columns = len(weight) // 2 if gated else len(weight)
     out = torch.empty(num_rows, columns, dtype=dtype or x.dtype, device=x.device) if add_to is None else add_to
@@ -94,15 +99,17 @@ def product(
     squares = workspace.squares
     shape = {
         "N": columns, "K": inner, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k,
-        "NORM": num_squares > 0, "GATED": gated, "ADD": add_to is not None,
+        "NORM": num_squares > 0, "GATED": gated, "ADD": add_to is not None, "HAS_BIAS": bias is not None,
+        "ACTIVATION": activation if gated else "",
         "MAX_SQUARES": triton.next_power_of_2(max(num_squares, 1)), "SQUARES_STRIDE": MAX_ROWS,
         "SCALES": "none" if scales is None else "columns" if len(scales) == 1 else "blocks",
         "num_warps": tiling.num_warps,
     }  # fmt: skip
     factors = squares if scales is None else scales
+    bias = squares if bias is None else bias
     if tiling.kernel == "vector":
         skinny.vector_product[(num_tiles,)](
-            x, weight, out, squares, squares, num_squares, eps, factors, **shape, **pdl()
+            x, weight, out, squares, squares, num_squares, eps, bias, factors, **shape, **pdl()
         )  # fmt: skip
         return out
     if tiling.splits > 1:
@@ -111,7 +118,7 @@ def product(
         assert tiling.splits * columns * row_tiles * tiling.block_m <= PARTS
     shape |= {"BLOCK_M": tiling.block_m, "SPLITS": tiling.splits, "TRIGGER": tiling.triggers}
     shape |= {"ORDER_FREE": order_free}
-    scratch = (workspace.parts, workspace.counters, squares, squares, num_rows, num_squares, eps, factors)
+    scratch = (workspace.parts, workspace.counters, squares, squares, num_rows, num_squares, eps, bias, factors)
     if tiling.kernel == "ring":
         assert row_tiles == 1
         _launch_ring(x, weight, out, scratch, tiling, shape)

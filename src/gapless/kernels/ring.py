@@ -101,11 +101,12 @@ def _multiply(
 
 @gluon.jit(do_not_specialize_on_alignment=["num_rows"])  # as `product`
 def ring_product(
-    x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps,
+    x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps, bias,
     N: gl.constexpr, K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     NUM_STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, SPLITS: gl.constexpr,
     NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
     MAX_SQUARES: gl.constexpr, SQUARES_STRIDE: gl.constexpr, TRIGGER: gl.constexpr, ORDER_FREE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """One tile of columns and all rows, over one part of the inner dimension, as `skinny.product`.
 
@@ -197,6 +198,6 @@ def ring_product(
         is_last, acc = join(acc, parts, counters, tile, split, BLOCK_M, BLOCK_N, SPLITS, mma)
     if is_last:
         finish(
-            acc, acc_up, sums, residual, out, squares_out, row, at, mask, tile, eps,
-            K, NORM, GATED, ADD, SQUARES_STRIDE, ORDER_FREE, mma,
+            acc, acc_up, sums, residual, out, squares_out, row, column, at, mask, tile, eps, bias,
+            K, NORM, GATED, ADD, HAS_BIAS, ACTIVATION, SQUARES_STRIDE, ORDER_FREE, mma,
         )  # fmt: skip

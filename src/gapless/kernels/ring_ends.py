@@ -98,18 +98,23 @@ def join(
 
 @gluon.jit
 def finish(
-    acc, acc_up, sums, residual, out, squares_out, row, at, mask, tile, eps,
-    K: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
-    SQUARES_STRIDE: gl.constexpr, ORDER_FREE: gl.constexpr, LAYOUT: gl.constexpr,
+    acc, acc_up, sums, residual, out, squares_out, row, column, at, mask, tile, eps, bias,
+    K: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, HAS_BIAS: gl.constexpr,
+    ACTIVATION: gl.constexpr, SQUARES_STRIDE: gl.constexpr, ORDER_FREE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Norm, gate or residual, then the result to `out`; with a residual, the sums of its squares too."""
+    """Norm, bias, gate or residual, then the result to `out`; with a residual, the sums of its squares too."""
     if NORM:
         total = gl.convert_layout(_any_sum(sums, 0, ORDER_FREE), gl.SliceLayout(1, LAYOUT))
         scale = gl.rsqrt(total / K + eps)[:, None]
         acc = acc * scale
         acc_up = acc_up * scale
+    if HAS_BIAS:
+        acc += gl.load(bias + column).to(gl.float32)[None, :]
     if GATED:
-        acc = acc / (1.0 + gl.exp(-acc)) * acc_up
+        logit = acc
+        if ACTIVATION == "gelu_tanh":  # as `skinny`
+            logit = 1.5957691216057308 * (acc + 0.044715 * acc * acc * acc)
+        acc = acc / (1.0 + gl.exp(-logit)) * acc_up
     if ADD:
         acc += residual.to(gl.float32)
     value = acc.to(out.dtype.element_ty)

@@ -13,19 +13,29 @@ import triton.language as tl
 from gapless.kernels.launch import launch_dependents_and_wait, prefetch
 from gapless.kernels.order_free import any_sum
 
+FUSED_ACTIVATIONS = ("silu", "gelu_tanh")  # of gates, within a product
+
+
+@triton.jit
+def _logit(gate, ACTIVATION: tl.constexpr):
+    """Both activations are a gate times the sigmoid of something; GELU with tanh is, written otherwise."""
+    if ACTIVATION == "gelu_tanh":
+        gate = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate
+
 
 @triton.jit
 def _prefetch_weights(
-    weight, tile, split,
+    weight, tile, begin,
     K: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PREFETCHES: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch the beginnings of this program's rows of the weight, `PREFETCH_BYTES` in all."""
+    """Prefetch the beginnings of this program's rows of the weight, `PREFETCH_BYTES` in all. PART: no part is less."""
     prefetches_a_row: tl.constexpr = PREFETCHES // BLOCK_N
     number_bytes: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     size: tl.constexpr = min(PREFETCH_BYTES // PREFETCHES, PART * number_bytes // prefetches_a_row)
     piece = tl.arange(0, PREFETCHES)
     row = (tile * BLOCK_N + piece // prefetches_a_row).to(tl.int64)
-    at = (row * K + split * PART) * number_bytes + (piece % prefetches_a_row) * size
+    at = (row * K + begin) * number_bytes + (piece % prefetches_a_row) * size
     prefetch(weight.to(tl.int64) + at, tl.full([PREFETCHES], size, tl.int32))
 
 
@@ -50,15 +60,15 @@ def _join(
 
 @triton.jit(do_not_specialize_on_alignment=["num_rows"])  # else a rare number of rows is compiled in the middle of work
 def product(
-    x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps, scales,
+    x, weight, out, parts, counters, squares_in, squares_out, num_rows, num_squares, eps, bias, scales,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, MAX_SQUARES: tl.constexpr,
     SQUARES_STRIDE: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PREFETCHES: tl.constexpr, TRIGGER: tl.constexpr,
-    ORDER_FREE: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
+    ORDER_FREE: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of columns and rows, over one part of the inner dimension.
+    """One tile of columns and rows, over one part of the inner dimension. Parts differ by BLOCK_K at most.
 
-    GATED: the weight has gate rows, then up rows.
+    GATED: the weight has gate rows, then up rows. ACTIVATION: of the gate, one of FUSED_ACTIVATIONS.
     SCALES: "none", or for weights of 8 bits "columns": scales [N], or "blocks": scales [K / BLOCK_K, N]; gated 2 * N.
     ORDER_FREE: sums of squares do not depend on the tile (kernels/order_free).
     TRIGGER: when the next kernel may be launched, see `tilings.Trigger`.
@@ -67,15 +77,23 @@ def product(
     split = tl.program_id(1)
     row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    part_size: tl.constexpr = K // SPLITS
-    inner = split * part_size + tl.arange(0, BLOCK_K)
+    num_chunks: tl.constexpr = K // BLOCK_K
+    part_chunks: tl.constexpr = num_chunks // SPLITS
+    if num_chunks % SPLITS == 0:
+        begin, part_size = split * (part_chunks * BLOCK_K), part_chunks * BLOCK_K
+    else:
+        begin = split * num_chunks // SPLITS * BLOCK_K
+        part_size = (split + 1) * num_chunks // SPLITS * BLOCK_K - begin
+    inner = begin + tl.arange(0, BLOCK_K)
     mask = (row < num_rows)[:, None]
     at = row[:, None].to(tl.int64) * N + column[None, :]
     if PDL:
         if PREFETCH_BYTES > 0:
-            _prefetch_weights(weight, tile, split, K, part_size, BLOCK_N, PREFETCH_BYTES, PREFETCHES)
+            _prefetch_weights(weight, tile, begin, K, part_chunks * BLOCK_K, BLOCK_N, PREFETCH_BYTES, PREFETCHES)
             if GATED:
-                _prefetch_weights(weight + N * K, tile, split, K, part_size, BLOCK_N, PREFETCH_BYTES, PREFETCHES)
+                _prefetch_weights(
+                    weight + N * K, tile, begin, K, part_chunks * BLOCK_K, BLOCK_N, PREFETCH_BYTES, PREFETCHES
+                )  # fmt: skip
         if TRIGGER == "at once":
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # all that came before is written from here on
@@ -92,7 +110,7 @@ def product(
     for start in range(0, part_size, BLOCK_K):
         a = tl.load(x_at + start, mask=mask, other=0.0)
         if SCALES == "blocks":
-            scales_at = scales + (split * part_size + start) // BLOCK_K * (N * (2 if GATED else 1)) + column
+            scales_at = scales + (begin + start) // BLOCK_K * (N * (2 if GATED else 1)) + column
             part = tl.dot(a, tl.trans(tl.load(weight_at + start)).to(a.dtype))
             acc += part * tl.load(scales_at)[None, :]
             if GATED:
@@ -118,8 +136,10 @@ def product(
             acc = acc * scale
             if GATED:
                 acc_up = acc_up * scale
+        if HAS_BIAS:
+            acc += tl.load(bias + column).to(tl.float32)[None, :]
         if GATED:
-            acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+            acc = acc / (1.0 + tl.exp(-_logit(acc, ACTIVATION))) * acc_up
         if ADD:
             acc += residual.to(tl.float32)
         value = acc.to(out.dtype.element_ty)
@@ -132,10 +152,11 @@ def product(
 
 @triton.jit
 def vector_product(
-    x, weight, out, squares_in, squares_out, num_squares, eps, scales,
+    x, weight, out, squares_in, squares_out, num_squares, eps, bias, scales,
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, MAX_SQUARES: tl.constexpr,
-    SQUARES_STRIDE: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
+    SQUARES_STRIDE: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, SCALES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of columns for one row; the tile's weights are loaded before the row is waited for.
 
@@ -178,8 +199,10 @@ def vector_product(
         scale = tl.rsqrt(tl.sum(sums, axis=0) / K + eps)
         value = value * scale
         up = up * scale
+    if HAS_BIAS:
+        value += tl.load(bias + column).to(tl.float32)
     if GATED:
-        value = value * tl.sigmoid(value) * up
+        value = value * tl.sigmoid(_logit(value, ACTIVATION)) * up
     if ADD:
         value += residual.to(tl.float32)
     kept = value.to(out.dtype.element_ty)

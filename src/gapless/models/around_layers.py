@@ -34,13 +34,13 @@ class BareProduct:
     ) -> None:
         self._weight, self._bias = weight, bias
         self._workspace, self._plain = workspace, plain
-        self._fits = fused and bias is None
+        self._fused = fused
 
     def __call__(self, x: Tensor) -> Tensor:
-        tiling = tiling_for(len(x), *self._weight.shape) if self._fits else None
+        tiling = tiling_for(len(x), *self._weight.shape) if self._fused else None
         if tiling is None:
             return self._plain(x, self._weight, self._bias)
-        return product(x, self._weight, self._workspace, tiling)
+        return product(x, self._weight, self._workspace, tiling, bias=self._bias)
 
 
 class Activated:

@@ -69,7 +69,7 @@ class NarrowWeight:
         """How our kernels take so many rows; None: the library takes them."""
         num_columns, inner = self._data.shape
         columns = num_columns // 2 if self._gated else num_columns
-        if self._bias is not None or (self.in_blocks and inner % 128):
+        if (self._gated and self._bias is not None) or (self.in_blocks and inner % 128):
             return None
         return tiling_for(num_rows, columns, inner, gated=self._gated, adds=self._adds, narrow=True)
 
@@ -86,6 +86,7 @@ class NarrowWeight:
             eps=eps,
             gated=self._gated,
             add_to=add_to,
+            bias=self._bias,
             scales=self._scales,
         )
 
@@ -109,7 +110,8 @@ class NarrowNormed:
     ) -> None:
         scheme, columns = weight.scheme, len(weight.data) // 2 if gated else len(weight.data)
         assert isinstance(scheme, Fp8Scheme)
-        fits = bias is None and tiling_for(2, columns, weight.data.shape[1], gated=gated, narrow=True) is not None
+        takes_bias = bias is None or not gated
+        fits = takes_bias and tiling_for(2, columns, weight.data.shape[1], gated=gated, narrow=True) is not None
         self._folds = weight.scales is None and fits
         self._norm = Norm(torch.ones_like(norm.weight), norm.eps) if self._folds else norm
         known = scheme.quantized(weight, norm.weight if self._folds else None)

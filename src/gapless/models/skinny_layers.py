@@ -13,9 +13,11 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
+from gapless.kernels import between
 from gapless.kernels.cublas import add_library_product, adds_fast, library_product
 from gapless.kernels.fused import rms_norm, silu_mul
 from gapless.kernels.products import Workspace, embed, product, tiling_for
+from gapless.kernels.skinny import FUSED_ACTIVATIONS
 from gapless.kernels.tilings import MAX_ROWS
 from gapless.models.around_layers import Activated, BareProduct, NormedAdded, Product
 from gapless.models.config import ModelConfig
@@ -67,9 +69,11 @@ class SkinnyLayers:
         if norm is not None and gate.activation == "silu" and is_narrow(stack):
             return NarrowNormed(norm, stack, bias, self._workspace, gated=True)
         both = stack.dense()
-        if norm is None or gate.activation != "silu":
+        if norm is None or gate.activation not in FUSED_ACTIVATIONS:
             return Activated(self._normed(norm, both, bias), gate.activation)
-        return SkinnyNormed(norm, both, bias, self._workspace, self._plain, fused=self._fused, gated=True)
+        return SkinnyNormed(
+            norm, both, bias, self._workspace, self._plain, fused=self._fused, activation=gate.activation
+        )
 
     def _normed(self, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> Callable[[Hidden], Tensor]:
         if norm is None:
@@ -108,7 +112,7 @@ class SkinnyLayers:
 
 
 class SkinnyNormed:
-    """A norm and a product, with SiLU and the gate where there is one.
+    """A norm and a product; with an activation, those of gate and up.
 
     For the fused kernels the norm's weight is multiplied into the columns of the product's. That rounds once more, so
     a product that no kernel takes for a few rows is left as it is, and is the library's for any number of rows.
@@ -123,10 +127,13 @@ class SkinnyNormed:
         plain: Product,
         *,
         fused: bool,
-        gated: bool = False,
+        activation: str | None = None,
     ) -> None:
+        gated = activation is not None
         columns, inner = len(weight) // 2 if gated else len(weight), weight.shape[1]
-        self._folds = fused and bias is None and tiling_for(2, columns, inner, gated=gated) is not None
+        self._folds = (
+            fused and not (gated and bias is not None) and tiling_for(2, columns, inner, gated=gated) is not None
+        )
         self._norm = norm
         if self._folds:
             weight = (weight.float() * norm.weight.float()).to(weight.dtype)
@@ -135,12 +142,12 @@ class SkinnyNormed:
         self._workspace = workspace
         self._plain = plain
         self._columns = columns
-        self._gated = gated
+        self._activation = activation
 
     def __call__(self, hidden: Hidden) -> Tensor:
         x = hidden.values
-        fits = self._folds and hidden.num_squares > 0
-        tiling = tiling_for(len(x), self._columns, x.shape[1], gated=self._gated) if fits else None
+        fits, gated = self._folds and hidden.num_squares > 0, self._activation is not None
+        tiling = tiling_for(len(x), self._columns, x.shape[1], gated=gated) if fits else None
         if tiling is not None:
             return product(
                 x,
@@ -149,10 +156,14 @@ class SkinnyNormed:
                 tiling,
                 num_squares=hidden.num_squares,
                 eps=self._norm.eps,
-                gated=self._gated,
+                gated=gated,
+                activation=self._activation or "",
+                bias=self._bias,
             )
         found = self._plain(rms_norm(x, self._norm.weight, self._norm.eps, hidden.addend), self._weight, self._bias)
-        return silu_mul(found) if self._gated else found
+        if self._activation is None:
+            return found
+        return silu_mul(found) if self._activation == "silu" else between.gate(found, self._activation)
 
 
 class SkinnyAdded:
@@ -169,12 +180,11 @@ class SkinnyAdded:
     def __call__(self, x: Tensor, hidden: Hidden) -> Hidden:
         if x.shape[1] > self._weight.shape[1]:  # gate and up, as FP8 products leave those of many rows
             x = silu_mul(x)
-        fits = self._fused and self._bias is None
-        tiling = tiling_for(len(x), *self._weight.shape, adds=True) if fits else None
-        if tiling is None and fits and adds_fast(len(x), len(self._weight)):
+        tiling = tiling_for(len(x), *self._weight.shape, adds=True) if self._fused else None
+        if tiling is None and self._fused and self._bias is None and adds_fast(len(x), len(self._weight)):
             add_library_product(x, self._weight, hidden.values)
             return Hidden(hidden.values)
         if tiling is None:
             return Hidden(hidden.values, addend=self._plain(x, self._weight, self._bias))
-        product(x, self._weight, self._workspace, tiling, add_to=hidden.values)
+        product(x, self._weight, self._workspace, tiling, add_to=hidden.values, bias=self._bias)
         return Hidden(hidden.values, num_squares=triton.cdiv(len(self._weight), tiling.block_n))
