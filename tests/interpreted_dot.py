@@ -1,7 +1,7 @@
 """Dots under Triton's interpreter whose bits do not depend on where a row lies, as on a GPU.
 
-The interpreter multiplies with numpy's BLAS. On some processors (OpenBLAS on Zen 5, for one) it rounds the first rows of
-a matrix differently from the last.
+The interpreter multiplies with numpy's BLAS. On some processors (OpenBLAS on Zen 5, for one) it rounds the first rows
+of a matrix differently from the last.
 """
 
 from __future__ import annotations
