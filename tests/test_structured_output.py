@@ -123,12 +123,12 @@ def test_a_text_that_is_cut_says_so(words_llm: LLM) -> None:
 
 
 MIXED = [
-    SamplingParams(structured=TIGHT, seed=1),
+    SamplingParams(structured=TIGHT, seed=1, max_tokens=60),
     SamplingParams(seed=2, max_tokens=30),
-    SamplingParams(structured={"regex": "[ab]{12}c"}, seed=3, temperature=0.0),
-    SamplingParams(structured={"choice": ["left", "right"]}, seed=4),
+    SamplingParams(structured={"regex": "[ab]{12}c"}, seed=3, temperature=0.0, max_tokens=60),
+    SamplingParams(structured={"choice": ["left", "right"]}, seed=4, max_tokens=60),
     SamplingParams(max_tokens=25, temperature=0.0),
-    SamplingParams(structured=TIGHT, seed=5, n=2),
+    SamplingParams(structured=TIGHT, seed=5, n=2, max_tokens=60),
 ]
 
 
@@ -145,7 +145,7 @@ def test_tokens_do_not_depend_on_depth_or_memory(make_llm: Callable[..., LLM]) -
                 assert valid(choice, SCHEMA)
     for depth in (2, 3, 4):
         assert tokens(make_llm(depth=depth).generate(prompts, MIXED)) == tokens(expected)
-    cramped = make_llm(depth=2, num_blocks=32, block_size=4)
+    cramped = make_llm(depth=2, num_blocks=18, block_size=4)
     assert tokens(cramped.generate(prompts, MIXED)) == tokens(expected)
     assert cramped.stats().num_preemptions > 0
 

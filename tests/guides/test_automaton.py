@@ -202,11 +202,6 @@ def test_tables_of_letters_are_made_on_a_thread(tokenizer: Tokenizer) -> None:
     assert automaton_of(shape, vocabulary.bytes, vocabulary.num_words, at_once=True) is not None
 
 
-@pytest.fixture(scope="module")
-def words(smollm2: Tokenizer) -> Vocabulary:
-    return Vocabulary(smollm2, smollm2.vocab_size, [2])
-
-
 def test_masks_of_choices(vocabulary: Vocabulary, words: Vocabulary) -> None:
     choice = ["yes", "no", "yes please", "nö", 'a"\n']
     for some in (vocabulary, words):

@@ -76,6 +76,8 @@ def schedules(on: str) -> list[Schedule]:
         replace(plain, asks=_crowded(), num_rows=2, num_blocks=6, max_batch_tokens=3, depth=2),
         replace(plain, asks=_guided(late, fixed="bcg"), num_blocks=9, depth=3, order=9),
         replace(plain, asks=_guided(aborted, fixed=""), num_blocks=9, failures=(7,), depth=2, order=10),
+        replace(plain, asks=_forced(late), num_blocks=9, depth=3, order=11),
+        replace(plain, asks=_forced(asks), num_rows=6, depth=2, order=12),
     ]
 
 
@@ -123,6 +125,11 @@ def _guided(asks: tuple[Ask, ...], fixed: str) -> tuple[Ask, ...]:
     """Most of them: some by a mask that never changes, one until it is over."""
     rules = {id: Rule(1, waits=id not in fixed) for id in "abcfgh"} | {"e": Rule(2, over_after=4)}
     return tuple(replace(ask, rule=rules.get(ask.id)) for ask in asks)
+
+
+def _forced(asks: tuple[Ask, ...]) -> tuple[Ask, ...]:
+    """All of them: at some places nothing but a few tokens can come."""
+    return tuple(replace(ask, rule=Rule(number, forces=True)) for number, ask in enumerate(asks))
 
 
 def _scored(asks: tuple[Ask, ...]) -> tuple[Ask, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from fault import GRAPHS, NATIVE, Fault, Table, wrapping
 
+from gapless.core.facts import Facts
+from gapless.core.outcome import Commit
 from gapless.core.plan import NOTHING, Plan
 from gapless.core.request import IntArray, LongArray, Request, RowTable, int_array
 from gapless.core.scheduler import Scheduler
@@ -131,6 +134,50 @@ def _(original):
             original(masks, request, reason, error)
 
     return end
+
+
+@fault("a token that must come counts again when its sample is back", Facts, "foresee")
+def _(original):
+    def foresee(self: Facts, row: int, tokens: Sequence[int]) -> Commit:
+        found = original(self, row, tokens)
+        self._rows.num_foreseen -= int(self._rows.foreseen[row])
+        self._rows.foreseen[row] = 0
+        return found
+
+    return foresee
+
+
+@fault("tokens that must come go on behind a stop", Facts, "foresee")
+def _(original):
+    def foresee(self: Facts, row: int, tokens: Sequence[int]) -> Commit:
+        stop_ids, self._rows.stop_ids[row] = self._rows.stop_ids[row].copy(), -1
+        found = original(self, row, tokens)
+        self._rows.stop_ids[row] = stop_ids
+        return found
+
+    return foresee
+
+
+@fault("tokens that must come are facts, and are not fed", Scheduler, "_foresee")
+def _(original):
+    def foresee(self: Scheduler, request: Request, run: Sequence[int]) -> Commit:
+        row, found = request.row, original(self, request, run)
+        if request.row == row:
+            self.rows.decoding[row] = True
+            self._prefilling.remove(row)
+        return found
+
+    return foresee
+
+
+@fault("a penalized row does not count tokens that must come", Request, "can_be_forced")
+def _(original):
+    return property(lambda self: not self.wants_scores)
+
+
+@fault("the mask of a token that must come allows others", Masks, "_force")
+def _(original):
+    return lambda self, requests, masks: original(self, requests, masks.copy())
 
 
 def _take_none(original):

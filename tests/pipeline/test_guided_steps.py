@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from gapless.errors import ControlFailed
 from gapless.pipeline.executor import LocalExecutor
 from gapless.pipeline.loop import run_loop
 from gapless.pipeline.masks import Masks
-from gapless.proof.rule import Rule
+from gapless.proof.rule import Rule, run_from
 from toy import LIMITS, Outcome, run_on, run_toy, toy_request, toy_requests, toy_runner, toy_truth
 
 RULES = {"a": Rule(1), "b": Rule(2), "d": Rule(3, waits=False), "f": Rule(4, over_after=3), "g": Rule(5)}
@@ -50,6 +51,51 @@ def test_tokens_follow_the_guides_and_nobody_else_changes(depth: int, limits: Li
         assert outcome.tokens == TRUTH
         assert outcome.reasons["f"] == "stop"
         assert (outcome.scheduler.counters.num_preemptions > 0) == (limits is SCARCE)
+
+
+FORCING = {id: replace(rule, forces=rule.waits) for id, rule in RULES.items()}
+FORCED_TRUTH = {request.id: toy_truth(request, FORCING.get(request.id)) for request in toy_requests()}
+
+
+@pytest.mark.parametrize("limits", [LIMITS, SCARCE], ids=["room", "preempted"])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_tokens_that_must_come_are_the_same_in_fewer_steps(depth: int, limits: Limits) -> None:
+    """Whether they are fed at once or sampled one by one, whatever else runs."""
+    for seed in (None, *range(4)):
+        num_forced = []
+        for chunk_cost in (0.0, 0.6, 99.0):
+            device = CheckedDevice(CpuDevice(seed=seed))
+            outcome = run_on(device, guided(FORCING), depth=depth, limits=limits, chunk_cost=chunk_cost)
+            assert outcome.tokens == FORCED_TRUTH
+            assert outcome.reasons["f"] == "stop"
+            assert outcome.scheduler.rows.num_foreseen == 0
+            counters = outcome.scheduler.counters
+            assert counters.num_generated == sum(map(len, FORCED_TRUTH.values()))
+            num_forced.append(counters.num_forced)
+        assert num_forced[0] >= num_forced[1] > num_forced[2]  # beside a prompt they cost nothing: never quite 0
+
+
+def test_one_row_takes_a_step_for_each_run_of_tokens_that_must_come() -> None:
+    steps = {}
+    for forces in (True, False):
+        request = toy_request("a", [3, 1, 4], max_tokens=21)
+        request.guide = Rule(8, forces=forces).guide()
+        outcome = run_on(CpuDevice(seed=0), [request], depth=2)
+        steps[forces] = outcome.scheduler.counters.num_steps
+        assert outcome.tokens == {"a": toy_truth(request, Rule(8, forces=forces))}
+    runs = [len(run_from(8, start)) for start in (0, 7, 14)]
+    assert max(runs) > 1
+    assert steps[False] - steps[True] == sum(max(length - 1, 0) for length in runs)
+
+
+def test_rows_of_which_each_sample_counts_are_not_forced() -> None:
+    """The tokens are the same, and come with their log-probabilities and penalties."""
+    for params in ({"logprobs": 2}, {"presence_penalty": 1.0}):
+        request = toy_request("a", [3, 1, 4], max_tokens=21, **params)
+        request.guide = Rule(8, forces=True).guide()
+        outcome = run_on(CpuDevice(seed=0), [request], depth=2)
+        assert outcome.tokens == {"a": toy_truth(request, Rule(8, forces=True))}
+        assert outcome.scheduler.counters.num_forced == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -1,17 +1,17 @@
 """Turns what a step sampled into facts: tokens of requests, and requests that are over.
 
 A row may have been promised several samples and bring fewer. What was promised too much is taken back first; then the
-samples are settled one of each row at a time, so that a stop among them ends the request where it stands.
-Only the scheduler calls this.
+samples are settled one of each row at a time, so that a stop among them ends the request where it stands. A token that
+must come is a fact before its sample is back, and the sample then counts for nothing. Only the scheduler calls this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from gapless.core.outcome import Commit, Counters, Finished, Progress, not_finite, progress_of
+from gapless.core.outcome import Commit, Counters, Finished, Progress, joined, not_finite, progress_of
 from gapless.core.plan import NO_MORE, Plan, score_width
 from gapless.core.prefix_sharing import PrefixSharing
 from gapless.core.request import IntArray, LongArray, Request, RowTable
@@ -41,12 +41,7 @@ class Facts:
             self._scoring.keep(plan, live, results[num_slots:].reshape(-1, score_width(plan.num_top)))
         if len(plan.decode_widths) == 0:
             return self._settle_one_each(plan.sample_rows, plan.sample_epochs, results[:num_slots])
-        found = [self._settle_one_each(*samples) for samples in self._rounds(plan, results[:num_slots])]
-        return Commit(
-            sum(commit.num_tokens for commit in found),
-            tuple(item for commit in found for item in commit.progress),
-            tuple(item for commit in found for item in commit.finished),
-        )
+        return joined([self._settle_one_each(*samples) for samples in self._rounds(plan, results[:num_slots])])
 
     def _rounds(self, plan: Plan, slots: IntArray) -> Iterator[Samples]:
         """The first sample of each row, then the second of those that have one, and so on."""
@@ -75,7 +70,28 @@ class Facts:
         if not live.all():
             self._counters.num_overrun += int(len(live) - live.sum())
             sampled, tokens = sampled[live], tokens[live]
-        finished: list[Finished] = []
+        if rows.num_foreseen and (foreseen := rows.foreseen[sampled] > 0).any():
+            rows.foreseen[sampled[foreseen]] -= 1
+            rows.num_foreseen -= int(foreseen.sum())
+            sampled, tokens = sampled[~foreseen], tokens[~foreseen]
+        return self._add(sampled, tokens)
+
+    def foresee(self, row: int, tokens: Sequence[int]) -> Commit:
+        """A row's next tokens are known, while a sample of the first of them is in flight."""
+        rows, found = self._rows, []
+        rows.foreseen[row] += 1
+        rows.num_foreseen += 1
+        rows.pending[row] += len(tokens) - 1
+        for token in tokens:
+            found.append(self._add(np.array([row]), np.array([token], np.int32)))
+            if found[-1].finished:
+                break
+        self._counters.num_forced += len(found) - 1
+        return joined(found)
+
+    def _add(self, sampled: LongArray, tokens: IntArray) -> Commit:
+        """One token to each of the rows."""
+        rows, finished = self._rows, list[Finished]()
         if (missing := tokens < 0).any():  # NO_SAMPLE
             finished += [self._finish_without_sample(row) for row in sampled[missing].tolist()]
             sampled, tokens = sampled[~missing], tokens[~missing]

@@ -6,6 +6,7 @@ a promise, so that it has no way back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,19 @@ class Guide(Protocol):
 
     def fill(self, out: npt.NDArray[np.int32]) -> None:
         """Write the mask [mask_words(vocab)]: bit t % 32 of word t // 32 says that token t may come."""
+
+
+class ForcingGuide(Guide, Protocol):
+    """A guide that knows where its text has one continuation only."""
+
+    def forced(self) -> Sequence[int]:
+        """The tokens that must come next, in the tokenizer's own spelling; none where there is a choice."""
+
+
+def allow_only(token: int, out: npt.NDArray[np.int32]) -> None:
+    """Write the mask that allows one token."""
+    out[:] = 0
+    out.view(np.uint32)[token // MASK_BITS] = 1 << token % MASK_BITS
 
 
 def mask_words(vocab_size: int) -> int:

@@ -52,6 +52,15 @@ class Commit:
     finished: tuple[Finished, ...]
 
 
+def joined(commits: Sequence[Commit]) -> Commit:
+    """Several results as one, in their order."""
+    return Commit(
+        sum(commit.num_tokens for commit in commits),
+        tuple(item for commit in commits for item in commit.progress),
+        tuple(item for commit in commits for item in commit.finished),
+    )
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals so far. They only grow."""
@@ -60,6 +69,7 @@ class Counters:
     num_prompt_tokens: int = 0  # of admitted requests, each counted once
     num_cached_tokens: int = 0  # of those, found in the prefix cache
     num_generated: int = 0
+    num_forced: int = 0  # of those, tokens that took no step of their own, because nothing else could come
     num_overrun: int = 0  # samples of requests that had already left their row
     num_preemptions: int = 0
     num_recomputed: int = 0  # positions discarded by preemptions

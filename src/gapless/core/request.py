@@ -74,6 +74,11 @@ class Request:
         return self.params.logprobs is not None or self.params.prompt_logprobs is not None
 
     @property
+    def can_be_forced(self) -> bool:
+        """Whether its tokens may become facts before they are sampled: nothing has to be known of each sample."""
+        return not (self.wants_scores or self.params.has_penalties or self.processors)
+
+    @property
     def most_baggage(self) -> int:
         """Numbers that it brings to a row at most, beside its seat."""
         params = self.params
@@ -110,6 +115,8 @@ class RowTable:
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.cursor = np.zeros(num_rows, np.int64)
         self.pending = np.zeros(num_rows, np.int64)
+        self.foreseen = np.zeros(num_rows, np.int64)  # samples in flight whose tokens are facts already
+        self.num_foreseen = 0  # of all rows
         self.limit = np.zeros(num_rows, np.int64)
         self.ceiling = np.zeros(num_rows, np.int64)  # promises stay below it: the limit, or 0 for a row that is held
         self.epoch = np.zeros(num_rows, np.int64)
@@ -150,7 +157,7 @@ class RowTable:
         params = request.params
         self.tokens[row, :count] = request.tokens
         self.num_tokens[row] = count
-        self.cursor[row] = self.pending[row] = self.num_blocks[row] = 0
+        self.cursor[row] = self.pending[row] = self.num_blocks[row] = self.foreseen[row] = 0
         self.limit[row] = self.ceiling[row] = request.limit
         self.epoch[row] += 1
         self.decoding[row] = False
@@ -219,6 +226,7 @@ class RowTable:
         row = request.row
         request.tokens = self.tokens[row, : self.num_tokens[row]].copy()
         self.epoch[row] += 1
+        self.num_foreseen -= int(self.foreseen[row])
         self.decoding[row] = False
         self.arrival[row] = -1
         self.request[row] = None
@@ -233,6 +241,7 @@ class RowTable:
         """Assert the invariants. For tests and the checking mode."""
         assert self.num_controlled == sum(request.is_controlled for request in self.request if request is not None)
         assert self.num_scoring == sum(request.wants_scores for request in self.request if request is not None)
+        assert self.num_foreseen == sum(self.foreseen[row] for row in range(self.num_rows) if self.request[row])
         for row, request in enumerate(self.request):
             if request is None:
                 assert row in self._free, f"row {row} leaked"
@@ -244,6 +253,7 @@ class RowTable:
             assert 0 <= cursor <= known + pending <= self.limit[row]
             assert pending == 0 or self.decoding[row]
             assert not self.decoding[row] or cursor >= known + pending - 1
+            assert self.foreseen[row] == 0 or request.can_be_forced
             assert len(request.scores) == (known - request.num_prompt if self.num_logprobs[row] >= 0 else 0)
             assert request.num_prompt_scores < request.num_prompt
             assert known == request.num_prompt or not request.lacks_prompt_scores

@@ -9,8 +9,9 @@ text.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from gapless.core.block_tables import BlockTables
 from gapless.core.facts import Facts
 from gapless.core.holds import Holds
 from gapless.core.limits import Limits, check_fits
-from gapless.core.outcome import Commit, Counters, Finished
+from gapless.core.outcome import Commit, Counters, Finished, joined
 from gapless.core.pace import Pace
 from gapless.core.plan import NO_SEATS, NOTHING, Chunk, Plan
 from gapless.core.prefix_index import Entry, PrefixIndex
@@ -38,8 +39,13 @@ class Scheduler:
         limits: Limits,
         announce: Callable[[Request], None] = lambda request: None,
         pace: Pace | None = None,
+        chunk_cost: float = 0.0,
     ) -> None:
-        """announce: called with each request that is about to get a row, before any other work for it."""
+        """announce: called with each request that is about to get a row, before any other work for it.
+
+        chunk_cost: by how much of its time a chunk of a few tokens delays a decode step.
+        """
+        self._chunk_cost = chunk_cost
         self.limits = limits
         self.pace = pace or Pace(math.inf, limits.max_batch_tokens)
         self._announce = announce
@@ -291,6 +297,27 @@ class Scheduler:
         """Settle a step that came back with these results."""
         self.pace.end(plan)
         return self.facts.settle(plan, results)
+
+    def force(self, runs: Sequence[tuple[Request, Sequence[int]]]) -> Commit:
+        """Tokens that must come become facts at once, and are fed in one step, where that saves more than it costs.
+
+        A run of n tokens saves its row n - 1 steps, and the chunk delays every row. Each of the requests has one sample
+        in flight that is not a fact, the first of its run.
+        """
+        runs = [(request, run[: request.limit - int(self.rows.num_tokens[request.row])]) for request, run in runs]
+        runs = [(request, run) for request, run in runs if len(run) > 1]
+        num_saved = sum(len(run) - 1 for _, run in runs)
+        if num_saved <= (0 if self._prefilling else self._chunk_cost * self.num_running):
+            return Commit(0, (), ())
+        return joined([self._foresee(request, run) for request, run in runs])
+
+    def _foresee(self, request: Request, run: Sequence[int]) -> Commit:
+        row = request.row
+        found = self.facts.foresee(row, run)
+        if request.row == row:
+            self.rows.decoding[row] = False
+            insort(self._prefilling, row, key=lambda row: self.rows.arrival[row])
+        return found
 
     def fail(self, plan: Plan, error: BaseException) -> Commit:
         """Settle a step that raised: end its requests, and compute all others again from their facts.

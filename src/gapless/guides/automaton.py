@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -21,15 +21,20 @@ from gapless.native.library import load_automata, load_automata_held
 
 REFUSED, TOOK, IS_OVER, TOO_COMPLEX = range(4)  # automaton.cpp has the same list
 SCHEMA, COMPACT_SCHEMA, CHOICE, REGEX = range(4)  # likewise
+MOST_FORCED = 128  # bytes; automaton.cpp has the same number
 SHORT = 4096  # bytes of a source that takes some tens of microseconds to compile
 NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # that fill masks, with the caller
+
+# (text, whether nothing follows it) -> the tokens in which the tokenizer writes it, as far as they are sure
+Spell = Callable[[bytes, bool], tuple[int, ...]]
 
 
 class ByteVocabulary:
     """The bytes of every token as the library keeps them: made once for a vocabulary."""
 
-    def __init__(self, texts: Sequence[bytes], ends: Sequence[int]) -> None:
+    def __init__(self, texts: Sequence[bytes], ends: Sequence[int], spell: Spell) -> None:
         """texts: by token, empty for those that no text has. ends: tokens that end a text. Raises NativeUnavailable."""
+        self.spell = spell
         self.library = load_automata()
         self.held = load_automata_held()  # for short calls
         offsets = np.cumsum([0, *map(len, texts)], dtype=np.int64)
@@ -103,6 +108,13 @@ class AutomatonGuide:
     def library(self) -> ctypes.CDLL:
         return self._automaton.vocabulary.library
 
+    @property
+    def spell(self) -> Spell:
+        return self._automaton.vocabulary.spell
+
+    def forced(self) -> Sequence[int]:
+        return forced_walkers([self]).get(0, ())
+
     def advance(self, tokens: IntArray) -> None:
         for token in tokens.tolist():
             self.look(int(advance_walkers([self], [token])[0]))
@@ -151,10 +163,10 @@ def _kind(structured: Structured) -> int | None:
     return None
 
 
-def byte_vocabulary(texts: Sequence[bytes], ends: Sequence[int]) -> ByteVocabulary | None:
+def byte_vocabulary(texts: Sequence[bytes], ends: Sequence[int], spell: Spell) -> ByteVocabulary | None:
     """None where there is no library: grammars do the work then."""
     try:
-        return ByteVocabulary(texts, ends)
+        return ByteVocabulary(texts, ends, spell)
     except NativeUnavailable:
         return None
 
@@ -175,3 +187,12 @@ def fill_walkers(guides: Sequence[AutomatonGuide], out: IntArray, rows: Sequence
         walkers.ctypes.data, len(guides), places.ctypes.data, out.ctypes.data, out.shape[1], filled.ctypes.data
     )
     return filled
+
+
+def forced_walkers(guides: Sequence[AutomatonGuide]) -> dict[int, tuple[int, ...]]:
+    """The tokens that must come next, by index, for guides whose text has one continuation only."""
+    walkers, sizes = np.array([guide.walker for guide in guides], np.uintp), np.empty(len(guides), np.int32)
+    texts = np.empty((len(guides), MOST_FORCED), np.uint8)
+    guides[0].library.gapless_forced(walkers.ctypes.data, len(guides), texts.ctypes.data, sizes.ctypes.data)
+    places = np.flatnonzero(sizes).tolist()
+    return {i: guides[i].spell(texts[i, : abs(sizes[i])].tobytes(), bool(sizes[i] < 0)) for i in places}

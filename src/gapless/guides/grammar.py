@@ -9,7 +9,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -143,6 +143,9 @@ class GrammarGuide:
         if not took:
             raise self._grammar.failure(matcher)
         self.is_over = matcher.is_stopped()
+
+    def forced(self) -> Sequence[int]:
+        return self.matcher.compute_ff_tokens()
 
     def fill(self, out: npt.NDArray[np.int32]) -> None:
         mask = out if len(out) == self.num_words else np.empty(self.num_words, np.int32)

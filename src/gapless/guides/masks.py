@@ -1,4 +1,7 @@
-"""The masks of many guides at once: those of grammars and automata side by side on threads without interpreter lock."""
+"""The masks of many guides at once: those of grammars and automata side by side on threads without interpreter lock.
+
+Also the tokens of guides that leave no choice.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from gapless.core.guide import Guide
-from gapless.guides.automaton import TOOK, AutomatonGuide, advance_walkers, fill_walkers
+from gapless.core.guide import ForcingGuide, Guide, allow_only
+from gapless.guides.automaton import TOOK, AutomatonGuide, advance_walkers, fill_walkers, forced_walkers
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
@@ -45,6 +48,24 @@ def advance_together(guides: Sequence[Guide], tokens: Sequence[int]) -> Mapping[
             token = np.array([tokens[index]], np.int32)
             _attempt(lambda i=index, t=token: guides[i].advance(t), index, errors)  # type: ignore[misc]
     return errors
+
+
+def forced_runs(guides: Sequence[Guide]) -> dict[int, Sequence[int]]:
+    """The tokens that must come next, by index, of the guides that leave no choice."""
+    automata = [index for index, guide in enumerate(guides) if is_automaton(guide)]
+    found = forced_walkers([guides[index] for index in automata]) if automata else {}  # type: ignore[misc]
+    runs: dict[int, Sequence[int]] = {automata[place]: run for place, run in found.items()}
+    if len(automata) < len(guides):
+        others = {index: guide for index, guide in enumerate(guides) if forces(guide) and not is_automaton(guide)}
+        runs |= {index: guide.forced() for index, guide in others.items()}
+    return {index: run for index, run in runs.items() if len(run)}
+
+
+def fill_mask(guide: Guide, out: npt.NDArray[np.int32]) -> None:
+    """The mask of a guide. Where one text alone can come, only its next token as the tokenizer writes it."""
+    guide.fill(out)
+    for run in forced_runs([guide]).values():
+        allow_only(run[0], out)
 
 
 def _fill_automata(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> list[int]:
@@ -105,6 +126,10 @@ def _attempt(act: Callable[[], None], index: int, errors: dict[int, Exception]) 
 def is_grammar(guide: Guide | None) -> TypeGuard[GrammarGuide]:
     """Asked by name, so that the library of grammars is loaded only where there is one."""
     return type(guide).__name__ == "GrammarGuide"
+
+
+def forces(guide: Guide) -> TypeGuard[ForcingGuide]:
+    return hasattr(guide, "forced")
 
 
 def is_automaton(guide: Guide | None) -> TypeGuard[AutomatonGuide]:

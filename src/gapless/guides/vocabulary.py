@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from gapless.core.guide import mask_words
 from gapless.errors import UnsupportedModel
-from gapless.guides.automaton import ByteVocabulary, byte_vocabulary
+from gapless.guides.automaton import ByteVocabulary, Spell, byte_vocabulary
 from gapless.text.tokenizer import Tokenizer
 
 _LETTER = r'[^"\\\x00-\x1F\x7F]'
@@ -38,6 +38,7 @@ class Vocabulary:
         self._ends = [id for id in eos_token_ids if id < tokenizer.vocab_size] or [self.tokenizer.eos_token]
         added = tokenizer.added_tokens.items()
         self._special = {text: id for id, text in added if id < size and self.tokenizer.is_special_token(id)}
+        self.spell: Spell = lru_cache(maxsize=4096)(partial(_spell, self.tokenizer))
         self._cuts = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
 
     @cached_property
@@ -45,7 +46,7 @@ class Vocabulary:
         """For automata; None where there is no library for them."""
         read, is_special = self.tokenizer.decode_bytes, self.tokenizer.is_special_token
         texts = [b"" if is_special(id) else read([id]) for id in range(self._num_known)]
-        return byte_vocabulary(texts + [b""] * (self._size - self._num_known), self._ends)
+        return byte_vocabulary(texts + [b""] * (self._size - self._num_known), self._ends, self.spell)
 
     def pieces(self, text: str) -> list[str | int]:
         """A text cut at its special tokens: plain text, and the ids of special tokens.
@@ -59,6 +60,15 @@ class Vocabulary:
             found += [text[end : match.start()], self._special[match[0]]]
             end = match.end()
         return [piece for piece in (*found, text[end:]) if piece != ""]
+
+
+def _spell(tokenizer: LLTokenizer, text: bytes, ends: bool) -> tuple[int, ...]:
+    """The tokens in which the tokenizer writes a text; none where they are not its own.
+
+    Unless the text ends, the last ones are left out that a longer token might replace once more of the text is known.
+    """
+    tokens = tokenizer.tokenize_bytes(text) if ends else tokenizer.tokenize_partial(text)[0]
+    return tuple(tokens) if text.startswith(tokenizer.decode_bytes(tokens)) else ()
 
 
 def _read(tokenizer: Tokenizer, size: int, eos_token_ids: list[int]) -> LLTokenizer:

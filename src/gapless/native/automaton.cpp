@@ -13,6 +13,7 @@
 namespace gapless {
 
 constexpr int ENOUGH_MASKS = 8, ENOUGH_TOKENS = 64;  // for which it pays to wake threads
+constexpr int MOST_FORCED = 128;                     // bytes; guides/automaton.py has the same number
 enum Took { REFUSED, TOOK, IS_OVER, TOO_COMPLEX };   // guides/automaton.py has the same list
 enum Kind { SCHEMA, COMPACT_SCHEMA, CHOICE, REGEX };  // likewise
 
@@ -52,6 +53,20 @@ struct Walker {
         automaton.allow_moves();
         automaton.fill(number, out);
         return !automaton.is_full;
+    }
+
+    // The bytes that must come, as far as they are sure: how many, below 0 where they end the text.
+    int forced(char* out) {
+        const std::lock_guard<std::mutex> hold(automaton.lock);
+        automaton.allow_moves();
+        int now = number, size = 0;
+        for (int byte; size < MOST_FORCED && (byte = automaton.only_byte(now)) != DEAD; size++) {
+            const int next = automaton.step(now, byte);
+            if (automaton.is_full || next == DEAD || next & 1) break;  // what follows a counted item depends on `left`
+            out[size] = byte;
+            now = next >> 1;
+        }
+        return automaton.is_over(now) ? -size : size;
     }
 
     Automaton& automaton;
@@ -128,6 +143,11 @@ void gapless_advance(Walker** walkers, const int32_t* tokens, int count, int32_t
 // The mask of each walker to its row, `stride` words apart; 0 in `filled` where the automaton has become too large.
 void gapless_fill(Walker** walkers, int count, const int32_t* rows, uint32_t* out, int64_t stride, int32_t* filled) {
     each(walkers, count, ENOUGH_MASKS, [&](int i) { filled[i] = walkers[i]->fill(out + rows[i] * stride); });
+}
+
+// The bytes that must come for each walker, MOST_FORCED apart, and how many; below 0 where they end the text.
+void gapless_forced(Walker** walkers, int count, char* out, int32_t* sizes) {
+    each(walkers, count, ENOUGH_TOKENS, [&](int i) { sizes[i] = walkers[i]->forced(out + (int64_t)i * MOST_FORCED); });
 }
 
 }

@@ -74,6 +74,18 @@ class Automaton {
     int left(int number) const { return states_[number]->left; }
     bool is_over(int number) const { return states_[number]->accepts && states_[number]->count == 1; }
 
+    // The byte that must come; DEAD where there is a choice, or the text may end.
+    int only_byte(int number) const {
+        const State& state = *states_[number];
+        int found = DEAD;
+        for (int i = 0; i < state.count; i++) {
+            const Instruction& at = program_.code[state.items[i].pc];
+            if (at.op != BYTE || at.a != at.b || (found != DEAD && found != at.a)) return DEAD;
+            found = at.a;
+        }
+        return found;
+    }
+
     void fill(int number, uint32_t* out) {
         if (!states_[number]->has_mask) look(number);
         const State& state = *states_[number];

@@ -116,6 +116,7 @@ AUTOMATON_SIGNATURES: Signatures = {
     "gapless_walker": (c_void_p, [c_void_p]),
     "gapless_advance": (None, [c_void_p, c_void_p, c_int32, c_void_p]),
     "gapless_fill": (None, [c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_void_p]),
+    "gapless_forced": (None, [c_void_p, c_int32, c_void_p, c_void_p]),
     "gapless_automaton_bytes": (c_int64, [c_void_p]),
     "gapless_state_bytes": (c_int64, [c_void_p]),
     "gapless_drop_vocabulary": (None, [c_void_p]),

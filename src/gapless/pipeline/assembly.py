@@ -81,7 +81,8 @@ def _put_together(
 
     built = ranks.build(make)
     limits = built.resolved.limits
-    scheduler = Scheduler(limits, announce, Pace(options.max_step_time or math.inf, limits.max_batch_tokens))
+    pace = Pace(options.max_step_time or math.inf, limits.max_batch_tokens)
+    scheduler = Scheduler(limits, announce, pace, built.chunk_cost)
     recorder = _make_recorder(options, built, scheduler, traced_steps)
     depth: Depth = AutoDepth() if options.depth == "auto" else FixedDepth(int(options.depth))
     executor = ranks.executor(_make_executor(options, built, scheduler, recorder, num_slots), limits)

@@ -36,10 +36,10 @@ class Control:
         self._masks = Masks(scheduler)
 
     def complete(self, executor: Executor, ticket: Ticket) -> tuple[Ticket, Commit]:
-        """Have the second half of a step queued; also the requests that ended as their masks were filled."""
+        """Have the second half of a step queued; also what followed from the masks as they were filled."""
         self._count(ticket.plan)
         complete = executor.complete(ticket, self._masks.fill, self._calls(ticket.plan))
-        return complete, Commit(0, (), self._masks.take_ended())
+        return complete, self._masks.settle()
 
     def commit(self, ticket: Ticket, results: IntArray) -> Commit:
         """Turn the results of a split step into facts, and tell the guides."""

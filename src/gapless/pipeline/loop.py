@@ -67,8 +67,8 @@ def run_loop(
         commits: list[Commit] = []
         if plan is not None and plan.is_split:
             commits += [settle_next() for _ in range(len(in_flight) - 1 if plan.waits else 0)]
-            in_flight[-1], ended = control.complete(executor, in_flight[-1])
-            commits += [ended] if ended.finished else []
+            in_flight[-1], foreseen = control.complete(executor, in_flight[-1])
+            commits += [foreseen] if foreseen.num_tokens or foreseen.finished else []
         num_due = 1 if plan is None else len(in_flight) - depth.depth + 1
         commits += [settle_next() for _ in range(min(num_due, len(in_flight)))]
         for commit in commits:

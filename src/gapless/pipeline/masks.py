@@ -8,15 +8,17 @@ loop's thread.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 
+from gapless.core.guide import allow_only
 from gapless.core.outcome import Commit, Finished
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray, LongArray, Request
 from gapless.core.scheduler import Scheduler
 from gapless.errors import ControlFailed, GaplessError
-from gapless.guides.masks import advance_together, fill_masks
+from gapless.guides.masks import advance_together, fill_masks, forced_runs
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ class Masks:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._ended: list[Finished] = []
+        self._runs: list[tuple[Request, Sequence[int]]] = []  # of the masks that were filled last
 
     def learn(self, plan: Plan, commit: Commit) -> Commit:
         """A plan was committed: tell the guides of its rows, and add the requests that are over thereby."""
@@ -49,7 +52,26 @@ class Masks:
         errors = fill_masks([request.guide for request in requests if request.guide is not None], masks)
         for index, error in errors.items():  # such a row has left; what its mask says is nobody's concern
             self._end(requests[index], "error", _failure(requests[index], error))
+        self._force(requests, masks)
         return len(requests)
+
+    def _force(self, requests: list[Request], masks: IntArray) -> None:
+        """Where one text alone can come, allow its next token as the tokenizer writes it, and no part of that token."""
+        runs = forced_runs([request.guide for request in requests if request.guide is not None])
+        for index, run in runs.items():
+            allow_only(run[0], masks[index])
+        found = [(requests[index], run) for index, run in runs.items()]
+        self._runs = [(request, run) for request, run in found if request.can_be_forced and request.row >= 0]
+
+    def settle(self) -> Commit:
+        """What followed from the masks themselves: tokens that must come, and requests that ended."""
+        commit = self._scheduler.force(self._runs)
+        finished = tuple([self._judge(item) if item.reason == "length" else item for item in commit.finished])
+        for request, _ in self._runs:
+            if request.row >= 0:
+                self._advance(request, int(self._scheduler.rows.num_tokens[request.row]))
+        self._runs.clear()
+        return Commit(commit.num_tokens, commit.progress, finished + self.take_ended())
 
     def take_ended(self) -> tuple[Finished, ...]:
         """The requests that ended since the last call: their guides are over, or have failed."""

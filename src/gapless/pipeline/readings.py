@@ -15,6 +15,7 @@ class Stats:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated: int
+    num_forced: int
     num_overrun: int
     num_preemptions: int
     num_recomputed: int

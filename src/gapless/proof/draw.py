@@ -117,13 +117,13 @@ def draw_asks(
 
 
 def draw_rule(dice: random.Random, most_tokens: int) -> Rule | None:
-    """Often none; a mask that changes with each token or never does; one that ends, or that fails."""
+    """Often none; a mask that changes with each token or never does; one that ends, fails, or leaves no choice."""
     if dice.random() < 0.6:
         return None
     if dice.random() < 0.2:
         return Rule(dice.randrange(2**31), waits=False)
     over, fails = (dice.randint(1, most_tokens) if dice.random() < 0.15 else None for _ in range(2))
-    return Rule(dice.randrange(2**31), over_after=over, fails_after=fails)
+    return Rule(dice.randrange(2**31), over_after=over, fails_after=fails, forces=dice.random() < 0.5)
 
 
 def _params(dice: random.Random, vocab_size: int, most_tokens: int, *, text_stops: bool) -> SamplingParams:

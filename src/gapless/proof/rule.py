@@ -14,6 +14,7 @@ from gapless.core.guide import MASK_BITS
 from gapless.core.request import IntArray
 
 MEMORY = 3  # tokens that decide about the next
+ROUND = 7  # tokens: a run of forced ones begins with each round, and is shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,11 @@ class Rule:
     waits: bool = True  # the mask changes with each token
     over_after: int | None = None  # tokens after which nothing but the end can come
     fails_after: int | None = None  # tokens after which the guide raises
+    forces: bool = False  # at some places the next few tokens are fixed
 
     def guide(self) -> RuleGuide:
         """A guide that has heard nothing yet."""
-        return RuleGuide(self)
+        return ForcingRuleGuide(self) if self.forces else RuleGuide(self)
 
 
 class RuleGuide:
@@ -55,3 +57,18 @@ class RuleGuide:
         bits = np.random.default_rng(key).random((len(out), MASK_BITS)) < 1 / 3
         bits[:, 0] = True  # a token that every vocabulary has
         out[:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)[:, 0]
+
+
+class ForcingRuleGuide(RuleGuide):
+    """Also fixes some of the next tokens. Its masks do not say so: whoever fills in masks has to."""
+
+    def forced(self) -> list[int]:
+        start = self._num_known - self._num_known % ROUND
+        return run_from(self._rule.seed, start)[self._num_known - start :]
+
+
+def run_from(seed: int, start: int) -> list[int]:
+    """The tokens that are fixed from this one on, at the begin of a round."""
+    dice = np.random.default_rng([seed % 2**64, start])
+    run: list[int] = dice.integers(MASK_BITS, size=dice.integers(ROUND)).tolist()
+    return run

@@ -15,6 +15,7 @@ from gapless.attention.base import Rotation
 from gapless.core.limits import Limits
 from gapless.core.request import Request, RowTable, int_array
 from gapless.device.cpu import CpuDevice, InlineDriver
+from gapless.guides.masks import fill_mask
 from gapless.proof.schedule import Ask
 from gapless.proof.stage import ModelStage
 from gapless.runner.processors import SampledRows
@@ -44,7 +45,7 @@ def is_tie(stage: ModelStage, ask: Ask, known: tuple[int, ...], other: int) -> b
     state = _row_state(table, len(logits))
     if guide is not None:
         guide.advance(int_array(known))
-        guide.fill(state.masks[0].numpy())
+        fill_mask(guide, state.masks[0].numpy())
     sampled = SampledRows(rows, places, state)
     tokens = sample(shaken, sampled, needs)
     return bool((tokens == other).any())

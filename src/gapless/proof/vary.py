@@ -44,7 +44,8 @@ class Variety:
         dice = random.Random(f"{ask.id}/{number}")
         changes = {"logprobs": dice.choice((None, 0, 3)), "prompt_logprobs": dice.choice((None, None, 0, 2))}
         params = replace(ask.params, **dice.choice(SAMPLING) | changes)
-        rule = Rule(dice.randrange(2**31), waits=dice.random() < 0.8) if dice.random() < 0.4 else None
+        seed, waits = dice.randrange(2**31), dice.random() < 0.8
+        rule = Rule(seed, waits=waits, forces=waits and dice.random() < 0.5) if dice.random() < 0.4 else None
         ask = replace(ask, id=f"{ask.id}/{number}", params=params, seed=dice.randrange(-(2**63), 2**63), rule=rule)
         stop = dice.choice((None, _stop_at, _stop_later, self._stop_text))
         return ask if stop is None else stop(dice, ask, self.alone(ask))

@@ -23,6 +23,7 @@ ENGINE_COUNTERS = {
     "num_prompt_tokens": ("gapless_prompt_tokens", "tokens of admitted prompts"),
     "num_cached_tokens": ("gapless_prefix_hit_tokens", "prompt tokens found in the prefix cache"),
     "num_generated": ("gapless_generated_tokens", "tokens generated"),
+    "num_forced": ("gapless_forced_tokens", "generated tokens without a step of their own: nothing else could come"),
     "num_overrun": ("gapless_wasted_tokens", "tokens sampled for requests that had already ended"),
     "num_preemptions": ("gapless_preemptions", "requests that gave way for lack of KV blocks"),
     "num_recomputed": ("gapless_recomputed_positions", "positions that preemptions threw away"),

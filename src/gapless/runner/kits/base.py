@@ -172,6 +172,7 @@ class Built:
     kv: BlockMemory
     capture_cost: str = ""  # what capturing graphs took, in words
     attention: str = ""  # which one runs and why, in words
+    chunk_cost: float = 0.0  # by how much of its time a chunk of a few tokens delays a decode step
 
 
 class Kit(Protocol):

@@ -61,6 +61,7 @@ log = logging.getLogger(__name__)
 
 # transformers' own code, where it waits for the device or copies to it, which no graph can hold
 NOT_CAPTURED = f"{Feature.GENERAL}, not captured"
+CHUNK_COST = 0.25  # of a decode step's time: its chunks have attention of their own
 
 
 class CudaKit:
@@ -139,7 +140,7 @@ class CudaKit:
             log.warning("%s: steps are not captured: %s", resolved.model.architecture, str(error).split("\n")[0])
             return Built(resolved, device, runner, in_blocks(kv, resolved), attention=choice)
         device.late.watch_names("first product", product_shapes)
-        return Built(resolved, device, graphs, in_blocks(kv, resolved), str(graphs.cost), choice)
+        return Built(resolved, device, graphs, in_blocks(kv, resolved), str(graphs.cost), choice, CHUNK_COST)
 
 
 def check_ranks(model: ModelConfig) -> None:
