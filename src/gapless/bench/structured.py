@@ -42,7 +42,7 @@ ENGINE_FLAGS = (
     "num_blocks",
     "load_format",
 )
-RATE_HEAD = f"{'rows':>5} {'structured':>10} {'shapes':>8} {'tok/s':>10} {'of free':>8} {'busy':>6}"
+RATE_HEAD = f"{'rows':>5} {'structured':>10} {'shapes':>8} {'tok/s':>10} {'of free':>8} {'busy':>6} {'forced':>6}"
 KINDS = ("json_schema", "regex")
 WORDS = ("red", "green", "blue", "yellow", "white", "black")
 
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="FILE", help="tokenizer.json for --shape")
     add("--rows", type=int, nargs="+", default=[16], metavar="N", help="parallel requests (default: 16)")
     add("--kind", choices=KINDS, default=KINDS[0], help="shapes of structured rows (default: %(default)s)")
+    add("--compact", action="store_true", help="JSON without white space")
     add("--max-tokens", type=int, default=128, help="new tokens of each request (default: %(default)s)")
     add("--prompt-tokens", type=int, default=32, help="tokens of each prompt (default: %(default)s)")
     add("--shares", type=int, nargs="+", default=[10, 50, 100], metavar="P", help="structured per cent (10 50 100)")
@@ -81,6 +82,7 @@ class RoundTimes:
 
     elapsed_s: float
     busy_s: float  # of the device
+    num_forced: int  # tokens without a step of their own
     num_ended_early: int
 
 
@@ -94,6 +96,7 @@ class Throughput:
     tokens_per_s: float
     of_free: float
     busy: float  # share of the time in which the device worked, in all rounds
+    forced: float  # share of all tokens that took no step of their own
     num_ended_early: int
 
 
@@ -115,6 +118,8 @@ def main(args: argparse.Namespace, engine: EngineOptions) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
     if min(args.rows) < 1:
         raise ConfigError(f"--rows must be at least 1, got {min(args.rows)}")
+    if args.compact and args.kind != "json_schema":
+        raise ConfigError(f"--compact is for --kind json_schema, not {args.kind}")
     if not all(1 <= share <= 100 for share in args.shares):
         raise ConfigError(f"--shares must be between 1 and 100, got {' '.join(map(str, args.shares))}")
     from gapless.llm import LLM
@@ -184,6 +189,7 @@ class StructuredBench:
             tokens_per_s=variant.rows * self._args.max_tokens / median_s,
             of_free=free_s / median_s,
             busy=sum(found.busy_s for found in played) / sum(found.elapsed_s for found in played),
+            forced=sum(found.num_forced for found in played) / (len(played) * variant.rows * self._args.max_tokens),
             num_ended_early=sum(found.num_ended_early for found in played),
         )
 
@@ -201,7 +207,7 @@ class StructuredBench:
             if completion.error is not None:
                 raise ConfigError(f"a request failed: {completion.error}")
         num_early = sum(len(completion.token_ids) < self._args.max_tokens for completion in found)
-        return RoundTimes(spent.time_s, spent.busy_s, num_early)
+        return RoundTimes(spent.time_s, spent.busy_s, spent.num_forced, num_early)
 
     def first_tokens(self) -> list[FirstToken]:
         """Of free and structured requests one at a time, and of a free one that comes with a new schema."""
@@ -245,7 +251,8 @@ class StructuredBench:
         """A long array of records, or as many lines. No two shapes are the same."""
         self._num_shapes += 1
         make = self._schema if self._args.kind == "json_schema" else self._regex
-        return {self._args.kind: make(self._num_shapes)}
+        compact = {"disable_any_whitespace": True} if self._args.compact else {}
+        return {self._args.kind: make(self._num_shapes), **compact}
 
     def _schema(self, number: int) -> Any:
         record = {
@@ -275,7 +282,7 @@ def format_rates(rates: Sequence[Throughput]) -> str:
     for rate in rates:
         kind = "" if rate.share == 0 else "new" if rate.is_new else "known"
         early = f"  {rate.num_ended_early} ended early" if rate.num_ended_early else ""
-        numbers = f"{rate.tokens_per_s:>10,.1f} {rate.of_free:>8.1%} {rate.busy:>6.1%}"
+        numbers = f"{rate.tokens_per_s:>10,.1f} {rate.of_free:>8.1%} {rate.busy:>6.1%} {rate.forced:>6.1%}"
         lines.append(f"{rate.rows:>5} {rate.share:>9}% {kind:>8} {numbers}{early}")
     return "\n".join(lines)
 
