@@ -29,7 +29,7 @@ from gapless.server.channel import ChildChannel, Disconnected
 from gapless.server.chat import answer_chat
 from gapless.server.completions import CompletionAnswer
 from gapless.server.engine_child import count_oom_kills
-from gapless.server.engine_process import read_timeline
+from gapless.server.engine_readings import read_timeline
 from gapless.server.errors import dump, dump_early
 from gapless.server.gate import CLIENT
 from gapless.server.generation import Choice, Generation

@@ -37,16 +37,15 @@ from gapless.core.structured import Structured
 from gapless.errors import CompilerBusy, EngineClosed, GaplessError, InvalidRequest, StepFailed
 from gapless.garbage import collect_rarely
 from gapless.models.source import resolve
-from gapless.pipeline.engine import Engine, Monitor
+from gapless.pipeline.engine import Engine
 from gapless.server.channel import ChildChannel, Disconnected
+from gapless.server.engine_readings import describe, read_pulse, read_timeline, write_trace
 from gapless.server.messages import (
     AbortFlight,
     CloseEngine,
     CompileGrammar,
-    EnginePulse,
     Failed,
     GrammarChecked,
-    LaneSpan,
     LaneTimes,
     LoadFailed,
     Loading,
@@ -57,7 +56,6 @@ from gapless.server.messages import (
     Pong,
     ReadTimeline,
     ReadTrace,
-    Ready,
     SavedTrace,
     Scores,
     Start,
@@ -65,12 +63,10 @@ from gapless.server.messages import (
     ToEngine,
     pack_scores,
 )
-from gapless.trace.files import TraceFiles
 
 PULSE_S = 0.2
 CAUSES_EVERY = 5  # pulses, while requests run: why the device idled takes almost a millisecond to add up
 TRACED_STEPS = 100_000  # 20 MB of memory, and some seconds to write
-LANES = ("cpu", "h2d", "gpu", "d2h")
 SCORES = 64  # log-probabilities of a prompt that are packed, and later unpacked, at once
 EXIT_FAILED = 70
 STARTED = struct.Struct("<q")
@@ -304,63 +300,6 @@ def _or_exit(target: object) -> None:
 def _prompt_scores(request: Request) -> list[Scores]:
     scores = prompt_logprobs(request) or ()
     return [pack_scores(scores[start : start + SCORES]) for start in range(0, len(scores), SCORES)]
-
-
-def describe(engine: Engine) -> Ready:
-    """The facts that the API process needs."""
-    resolved = engine.resolved
-    limits, model = resolved.limits, resolved.model
-    return Ready(
-        device=resolved.device_name,
-        dtype=str(resolved.dtype).removeprefix("torch."),
-        architecture=model.architecture,
-        vocab_size=model.vocab_size,
-        eos_token_ids=tuple(model.eos_token_ids),
-        max_model_len=limits.max_model_len,
-        num_rows=limits.num_rows,
-        num_blocks=limits.num_blocks,
-        block_size=limits.block_size,
-        windows=limits.windows,
-        kv_bytes=resolved.kv_bytes,
-    )
-
-
-def read_pulse(engine: Engine, elapsed_s: float, idle_s: dict[str, float]) -> EnginePulse:
-    """A reading of everything, from outside the loop."""
-    pulse, monitor = engine.pulse(), engine.monitor
-    load = monitor.load()
-    return EnginePulse(
-        num_turns=pulse.num_turns,
-        idle=pulse.idle,
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_used_blocks=load.num_used_blocks,
-        depth=monitor.depth,
-        elapsed_s=elapsed_s,
-        stats=dataclasses.asdict(monitor.stats()),
-        ledger=monitor.ledger(),
-        idle_s=idle_s,
-    )
-
-
-def write_trace(engine: Engine) -> None:
-    """The last steps' timeline, where one is wanted."""
-    name = engine.options.trace
-    if not isinstance(name, str):
-        return
-    try:
-        files = TraceFiles.at(name)
-        files.write([engine.monitor.timeline()])
-    except GaplessError as error:
-        log.warning("no timeline: %s", error)
-    else:
-        log.info("timeline: %s", files)
-
-
-def read_timeline(monitor: Monitor, seconds: float) -> tuple[float, dict[str, list[LaneSpan]]]:
-    """How many of the last seconds, and their lanes. Takes the interpreter lock from the loop's thread for a moment."""
-    found = monitor.timeline_tail(seconds)
-    return found["seconds"], {lane: [(-begin, -end, name) for begin, end, name, _ in found[lane]] for lane in LANES}
 
 
 class _Forward(logging.Handler):
