@@ -8,10 +8,11 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -187,3 +188,27 @@ def test_a_team_leaves_no_descriptor_open(tmp_path: Path, has_started: bool) -> 
         with pytest.raises(FileNotFoundError):
             Team(NUM_RANKS, 1.0, lambda failure: None, (str(tmp_path / "no-such-program"),))
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_process_with_many_descriptors(tmp_path: Path, many_descriptors: None) -> None:
+    watched = Watched(tmp_path, serving("None"))
+    assert max(mate.link.fileno() for mate in watched.team._mates) > 1023
+    watched.start()
+    os.kill(watched.team.pids[0], signal.SIGKILL)
+    watched.check_lost("rank 1 was killed by SIGKILL")
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """So many that new ones are beyond what select() knows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip("this system allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1200, hard))
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < 1024:
+        taken.append(os.dup(taken[0]))
+    yield
+    for fd in taken:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
-import select
+import selectors
 import signal
 import socket
 import subprocess
@@ -175,7 +175,7 @@ class Team:
         """Hear what the ranks say; True if any is lost."""
         there = [mate for mate in self._mates if not mate.is_gone]
         heard = [self._wake_read, *(mate.link.fileno() for mate in there)]
-        readable, _, _ = select.select(heard, [], [], timeout_s)
+        readable = _readable(heard, timeout_s)
         if self._wake_read in readable:
             return False
         for mate in there:
@@ -228,3 +228,11 @@ class Team:
                     late = [mate.rank for mate in self._mates if kind not in mate.kinds]
                     raise RankFailed(f"ranks {late} said nothing for {timeout_s:g} s while they started")
                 self._heard.wait(left)
+
+
+def _readable(fds: Sequence[int], timeout_s: float | None) -> set[int]:
+    """Those that can be read, once there is one. Not by select(), which knows no descriptor above 1023."""
+    with selectors.PollSelector() as selector:
+        for fd in fds:
+            selector.register(fd, selectors.EVENT_READ)
+        return {key.fd for key, _ in selector.select(timeout_s)}
