@@ -216,6 +216,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "seed": ({"seed": 2**63}, (f"seed must be a whole number between {-(2**63)} and {2**63 - 1}", f"got {2**63}")),
     "num_threads": ({"num_threads": 0}, ("num_threads must be a whole number between 1 and 1024, got 0",)),
     "tensor_parallel": ({"tensor_parallel": 0}, ("tensor_parallel must be a whole number between 1 and 1024, got 0",)),
+    "ranks_on_ray": ({"ranks_on_ray": ""}, ("ranks_on_ray must be HOST:PORT, local or auto, got ''",)),
+    "rank_placement": (
+        {"rank_placement": "far"},
+        ("rank_placement must be one of strict_pack, pack, spread, got 'far'",),
+    ),
     "rank_timeout": ({"rank_timeout": 0}, ("rank_timeout must be above 0",)),
     "prefix_cache": ({"prefix_cache": 1}, ("prefix_cache must be true or false, got 1",)),
     "check": ({"check": None}, ("check must be true or false, got None",)),

@@ -63,7 +63,10 @@ LAW: dict[str, tuple[str, ...]] = {
         ),
         *("device", "attention", "models", "kernels", "native", "config", "errors", "garbage"),
     ),
-    "ranks": ("core.baggage", "core.limits", "core.plan", "core.request", "core.row_fields", "child", "errors"),
+    "ranks": (
+        *("core.baggage", "core.limits", "core.plan", "core.request", "core.row_fields", "child", "errors"),
+        "distributed.cluster",
+    ),
     "pipeline": (
         "core",
         "guides",

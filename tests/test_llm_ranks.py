@@ -19,6 +19,7 @@ from gapless.core.processor import RowFacts
 from gapless.errors import ConfigError, EngineClosed
 from gapless.pipeline.ranked import RankedExecutor
 from gapless.proof.tiny import FAMILIES
+from rank_pids import child_pids
 from tiny import CPU, write_tiny
 
 OPTIONS: dict[str, Any] = CPU | {"num_threads": 1, "native": False, "num_blocks": 256, "depth": 2}
@@ -43,7 +44,7 @@ class Raise:
 def followers(llm: LLM) -> list[int]:
     executor = llm.engine._parts.executor
     assert isinstance(executor, RankedExecutor)
-    return executor._team.pids
+    return child_pids(executor._team)
 
 
 def eventually(is_so: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -114,7 +115,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_before_any_process_starts(case: str, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options, reason = REFUSED[case]
-    monkeypatch.setattr("gapless.ranks.team.spawn", None)
+    monkeypatch.setattr("gapless.ranks.local.spawn", None)
     with pytest.raises(ConfigError, match=f"^{reason}"):
         LLM(tiny_dir, **CPU, **options)
 

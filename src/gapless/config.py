@@ -14,7 +14,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +76,12 @@ class EngineOptions:
         1, "ranks that hold the model together, each with a GPU, or a share of the CPU, of its own"
     )
     rank_timeout: float = _option(120.0, "seconds after which a rank that does not answer ends its group")
+    ranks_on_ray: str | None = _option(
+        None, "have a Ray cluster place the ranks: HOST:PORT of its head, local, or auto; rank 0 stays in this process"
+    )
+    rank_placement: Literal["strict_pack", "pack", "spread"] = _option(
+        "strict_pack", "nodes for ranks_on_ray: strict_pack (one alone), pack (as few as possible) or spread"
+    )
     native: bool = _option(True, "run CPU steps as one native call; needs a C++ compiler")
     check: bool = _option(False, "check every overlap of streams and every invariant (slow)")
     record: bool = _option(True, "record the times of every step, and why the device idled")
@@ -89,6 +95,11 @@ class EngineOptions:
         _choice("attention", self.attention, ("auto", "triton", "flash3", "flashinfer"))
         _choice("load_format", self.load_format, ("auto", "dummy"))
         _choice("quantization", self.quantization, ("auto", "none", "fp8"))
+        _choice("rank_placement", self.rank_placement, ("strict_pack", "pack", "spread"))
+        if self.ranks_on_ray is not None and (not isinstance(self.ranks_on_ray, str) or not self.ranks_on_ray):
+            raise ConfigError(f"ranks_on_ray must be HOST:PORT, local or auto, got {self.ranks_on_ray!r}")
+        if self.rank_placement != "strict_pack" and self.ranks_on_ray is None:
+            raise ConfigError(f"rank_placement {self.rank_placement}: Ray places ranks with ranks_on_ray alone")
         _choice("kv_dtype", self.kv_dtype, ("auto", "fp8"))
         if self.depth != "auto":
             _integer("depth", self.depth, 1, MAX_DEPTH)
@@ -96,6 +107,8 @@ class EngineOptions:
         for name, high in _POSITIVE.items():
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 1, high)
+        if self.ranks_on_ray is not None and self.tensor_parallel == 1:
+            raise ConfigError("ranks_on_ray: there is one rank; use tensor_parallel, or leave it out")
         _seconds("max_step_time", self.max_step_time)
         _seconds("rank_timeout", self.rank_timeout)
         if self.rank_timeout == 0:
@@ -144,10 +157,15 @@ def set_kernel_cache(folder: str) -> None:
     os.environ["TRITON_CACHE_DIR"] = folder
 
 
-def see_one_gpu(rank: int) -> None:
-    """Let this process see the GPU of its rank alone, among those that its parent sees."""
+def see_one_gpu(place: int) -> None:
+    """Let this process see the GPU at this place alone, among those that its parent sees."""
     seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    os.environ["CUDA_VISIBLE_DEVICES"] = seen[rank] if rank < len(seen) else str(rank)
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen[place] if place < len(seen) else str(place)
+
+
+def see_gpus(names: Sequence[str]) -> None:
+    """Let this process see these GPUs alone. Has no effect once it uses one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
 def log_level() -> str:

@@ -31,6 +31,7 @@ from gapless.proof.schedule import Schedule
 from gapless.proof.stage import Cast, ModelStage, Room, fresh_device
 from gapless.ranks.team import Team
 from gapless.runner.build import build
+from rank_pids import child_pids
 from tiny import VOCAB_SIZE, write_tiny
 
 MOST_TOKENS = 6
@@ -111,7 +112,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_tokens_are_those_of_one_rank_at_every_depth(ranks: Ranks) -> None:
     num_compared, halves = 0, 0
-    for schedule in schedules(4 if len(ranks.team.pids) == 1 else 2):
+    for schedule in schedules(4 if len(child_pids(ranks.team)) == 1 else 2):
         played = play(ranks, schedule, make_executor=ranks.executor)
         assert played.trouble is None
         verdict = ranks.judge.compare(schedule, played)
@@ -128,7 +129,7 @@ class Killing(Lent):
     def launch(self, plan: Plan) -> Ticket:
         ticket = super().launch(plan)
         if plan.step == 3:
-            os.kill(self._team.pids[-1], signal.SIGKILL)
+            os.kill(child_pids(self._team)[-1], signal.SIGKILL)
         return ticket
 
 
@@ -141,11 +142,11 @@ def test_a_rank_dies_under_a_schedule(ranks: Ranks) -> None:
     began = time.monotonic()
     played = play(ranks, replace(schedules(1)[1], threads=True), make_executor=killing)
     assert played.trouble is not None
-    assert f"RankFailed: rank {len(ranks.team.pids)} was killed by SIGKILL" in played.trouble.message
+    assert f"RankFailed: rank {len(child_pids(ranks.team))} was killed by SIGKILL" in played.trouble.message
     assert str(ranks.alarms.get(timeout=5)) in played.trouble.message
     assert time.monotonic() - began < 30
     ranks.close()
-    assert all(is_gone(pid) for pid in ranks.team.pids)
+    assert all(is_gone(pid) for pid in child_pids(ranks.team))
 
 
 def is_gone(pid: int) -> bool:

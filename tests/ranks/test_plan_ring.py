@@ -25,17 +25,12 @@ class Ends:
         pipes = [os.pipe() for _ in range(2)]
         self.bells = [bell for _, bell in pipes]
         memory = shared_memory()
-        self.writer = RingWriter(memory, SHAPE, self.bells, timeout_s)
+        self.writer = RingWriter(memory, SHAPE, (1, 2), self.bells, timeout_s)
         self.readers = [RingReader(memory, SHAPE, number, pipe[0]) for number, pipe in enumerate(pipes)]
         self.fds = [memory, *(pipe[0] for pipe in pipes)]
 
     def write(self, *words: int) -> None:
-        self.writer.write(lambda out: put(out, words))
-
-
-def put(out: IntArray, words: tuple[int, ...]) -> int:
-    out[: len(words)] = words
-    return len(words)
+        self.writer.write(np.array(words, np.int32))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,9 @@ import pytest
 
 from gapless.core.plan import Plan
 from gapless.errors import RankFailed
+from gapless.ranks.local import LocalSquad
 from gapless.ranks.team import Team
+from rank_pids import child_pids
 
 NUM_RANKS = 3
 PLAN = Plan(
@@ -53,7 +55,7 @@ class Watched:
         (tmp_path / "mate.py").write_text(BEGIN + script)
         self.alarms: queue.SimpleQueue[RankFailed] = queue.SimpleQueue()
         command = (sys.executable, "-S", str(tmp_path / "mate.py"))
-        self.team = Team(NUM_RANKS, timeout_s, self.alarms.put, command)
+        self.team = Team([squad(command, timeout_s)], timeout_s, self.alarms.put)
 
     def start(self) -> None:
         self.team.begin(word="x")
@@ -72,7 +74,11 @@ class Watched:
         self.check_gone()
 
     def check_gone(self) -> None:
-        assert not [pid for pid in self.team.pids if is_alive(pid)]
+        assert not [pid for pid in child_pids(self.team) if is_alive(pid)]
+
+
+def squad(command: Sequence[str], timeout_s: float = 1.0) -> LocalSquad:
+    return LocalSquad(range(1, NUM_RANKS), "127.0.0.1", timeout_s, command)
 
 
 def is_alive(pid: int) -> bool:
@@ -126,7 +132,7 @@ def test_a_rank_is_lost(how: str, tmp_path: Path) -> None:
 def test_a_rank_is_lost_while_nothing_runs(tmp_path: Path) -> None:
     watched = Watched(tmp_path, serving("None"))
     watched.start()
-    os.kill(watched.team.pids[0], signal.SIGTERM)
+    os.kill(child_pids(watched.team)[0], signal.SIGTERM)
     watched.check_lost("rank 1 was killed by SIGTERM")
 
 
@@ -170,7 +176,7 @@ def test_a_stopped_rank_takes_no_plans(tmp_path: Path) -> None:
 
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        Team(NUM_RANKS, 1.0, lambda failure: None, (str(tmp_path / "nothing"),))
+        Team([squad((str(tmp_path / "nothing"),))], 1.0, lambda failure: None)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors as Linux shows them")
@@ -186,7 +192,7 @@ def test_a_team_leaves_no_descriptor_open(tmp_path: Path, has_started: bool) -> 
         gc.collect()
     else:
         with pytest.raises(FileNotFoundError):
-            Team(NUM_RANKS, 1.0, lambda failure: None, (str(tmp_path / "no-such-program"),))
+            Team([squad((str(tmp_path / "no-such-program"),))], 1.0, lambda failure: None)
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
@@ -194,7 +200,7 @@ def test_a_process_with_many_descriptors(tmp_path: Path, many_descriptors: None)
     watched = Watched(tmp_path, serving("None"))
     assert max(mate.link.fileno() for mate in watched.team._mates) > 1023
     watched.start()
-    os.kill(watched.team.pids[0], signal.SIGKILL)
+    os.kill(child_pids(watched.team)[0], signal.SIGKILL)
     watched.check_lost("rank 1 was killed by SIGKILL")
 
 

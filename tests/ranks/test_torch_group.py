@@ -17,7 +17,7 @@ def on_gloo(size: int, work: Callable[[TorchGroup], Any], timeout_s: float = 30.
     store = host_store(timeout_s)
 
     def run(rank: int) -> Any:
-        own = store if rank == 0 else find_store(store.port, timeout_s)
+        own = store if rank == 0 else find_store("127.0.0.1", store.port, timeout_s)
         return work(TorchGroup("gloo", own, rank, size, timeout_s))
 
     with ThreadPoolExecutor(size) as pool:

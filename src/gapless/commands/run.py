@@ -232,6 +232,8 @@ def cluster_wishes(args: argparse.Namespace, options: EngineOptions) -> Wishes |
         if named := [flag for flag, value in given.items() if value is not None]:
             raise ConfigError(f"{named[0]} needs --ray")
         return None
+    if options.ranks_on_ray is not None:
+        raise ConfigError("--ranks-on-ray is for one engine; the ranks of a replica are on its node, without this flag")
     if options.trace:
         raise ConfigError("--trace is for one engine; leave it out, or leave --ray out")
     if args.replicas is not None and args.replicas < 1:

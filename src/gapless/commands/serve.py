@@ -47,6 +47,8 @@ def replica_wishes(args: argparse.Namespace, engine: EngineOptions) -> ReplicaWi
         if args.gpus_per_replica is not None:
             raise ConfigError("--gpus-per-replica needs --replicas, --autoscale or --ray")
         return None
+    if engine.ranks_on_ray is not None:
+        raise ConfigError("--ranks-on-ray is for one engine; the ranks of a replica are on its node, without this flag")
     from gapless.distributed.cluster import NEAREST, Wishes
     from gapless.distributed.serving import ReplicaWishes, read_range
 

@@ -74,15 +74,23 @@ def import_ray() -> Any:
     return ray
 
 
+def connect(address: str, option: str = "--ray") -> None:
+    """Connect this process to a cluster, as `connected` does. option: what the user calls the address.
+
+    Raises ConfigError.
+    """
+    _check_address(address, option)
+    _connect(import_ray(), address, option)
+
+
 @contextmanager
 def connected(address: str) -> Iterator[None]:
     """A cluster for the length of the block; one is started on this machine if there is none.
 
     Raises ConfigError, and OutputError if the cluster fails.
     """
-    _check_address(address)
+    connect(address)
     ray = import_ray()
-    _connect(ray, address)
     try:
         yield
     except ray.exceptions.RayError as error:
@@ -100,34 +108,33 @@ def answers() -> bool:
     return True
 
 
-def _check_address(address: str) -> None:
+def _check_address(address: str, option: str) -> None:
     if address not in (LOCAL, NEAREST) and ":" not in address:
-        raise ConfigError(
-            f"--ray {address}: an address is HOST:PORT, auto or local; name files before --ray, or write --ray=auto"
-        )
+        hint = "; name files before --ray, or write --ray=auto" if option == "--ray" else ""
+        raise ConfigError(f"{option} {address}: an address is HOST:PORT, auto or local{hint}")
     if "://" in address:
-        raise ConfigError(f"--ray {address}: run this command on a node of the cluster, with the head's HOST:PORT")
+        raise ConfigError(f"{option} {address}: run this command on a node of the cluster, with the head's HOST:PORT")
 
 
-def _connect(ray: Any, address: str) -> None:
+def _connect(ray: Any, address: str, option: str = "--ray") -> None:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if address == NEAREST:
         try:
             _knock_at_last(ray)
-            return _init(ray, NEAREST, quiet)
+            return _init(ray, NEAREST, quiet, option)
         except OSError:
             address = LOCAL
     if address == LOCAL:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        return _init(ray, LOCAL, {**quiet, "include_dashboard": False})
+        return _init(ray, LOCAL, {**quiet, "include_dashboard": False}, option)
     try:
         _knock(address)  # Ray itself would try for a minute, and print much
-        _init(ray, address, quiet)
+        _init(ray, address, quiet, option)
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
-            f"--ray {address}: no Ray cluster answers there ({reason}); start one with `ray start --head`, or use "
-            "--ray local"
+            f"{option} {address}: no Ray cluster answers there ({reason}); start one with `ray start --head`, or use "
+            f"{option} local"
         ) from None
 
 
@@ -145,14 +152,14 @@ def _knock_at_last(ray: Any) -> None:
         _knock(last)
 
 
-def _init(ray: Any, address: str, options: dict[str, Any]) -> None:
+def _init(ray: Any, address: str, options: dict[str, Any], option: str) -> None:
     try:
         ray.init(address=address, **options)
     except RuntimeError as error:
         if "ersion" not in str(error):
             raise ConnectionError(str(error)) from None
         raise ConfigError(
-            f"--ray {address}: Ray or Python differ between this process and the cluster; install the same versions "
+            f"{option} {address}: Ray or Python differ between this process and the cluster; install the same versions "
             f"({' '.join(str(error).split())})"
         ) from None
 

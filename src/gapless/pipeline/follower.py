@@ -1,9 +1,10 @@
 """The process of any rank but the first: builds its part of the model, then runs every plan that rank 0 sends.
 
-    main thread        reads plans from the ring and launches them
+    main thread        reads plans, from the ring or a connection, and launches them
     collector thread   waits for each step, in order, so that a step that fails is told at once
 
-Draws no tokens and returns none: a step ends with those of rank 0. Ends with rank 0, whose death closes the bell.
+Draws no tokens and returns none: a step ends with those of rank 0. Ends with rank 0, whose death closes the bell or
+the connection.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import socket
 import sys
 import threading
 import time
+from typing import Protocol
 
 from gapless.child import become_child
 from gapless.config import EngineOptions, see_one_gpu
+from gapless.core.request import IntArray
 from gapless.device import pick_device
 from gapless.models.source import resolve
 from gapless.pipeline.executor import LocalExecutor, Ticket
 from gapless.ranks.link import Link, Word
+from gapless.ranks.plan_socket import PlanReceiver
 from gapless.ranks.plan_words import read_plan
 from gapless.ranks.ring import RingReader, RingShape
 from gapless.ranks.torch_group import CollectiveFailed, TorchGroup, find_store
@@ -32,8 +36,8 @@ EXIT_FAILED = 70
 SIGN_S = 0.5
 
 
-def main(link_fd: int, bell_fd: int, ring_fd: int) -> None:
-    """Serve until rank 0 closes the bell or is gone. Never returns."""
+def main(link_fd: int, plans_fd: int, ring_fd: int | None = None) -> None:
+    """Serve until rank 0 hangs up or is gone. plans_fd: the bell of a ring, or else a connection. Never returns."""
     become_child()
     faulthandler.enable()
     link = Link(socket.socket(fileno=link_fd))
@@ -42,20 +46,21 @@ def main(link_fd: int, bell_fd: int, ring_fd: int) -> None:
     if start is None:
         os._exit(0)
     try:
-        follow(link, start, bell_fd, ring_fd)
+        follow(link, start, plans_fd, ring_fd)
     except BaseException as error:
         fail(link, error)
     os._exit(0)  # threads of libraries are not waited for
 
 
-def follow(link: Link, start: Word, bell_fd: int, ring_fd: int) -> None:
+def follow(link: Link, start: Word, plans_fd: int, ring_fd: int | None) -> None:
     """Build, then run plans until there are no more."""
     rank, options = start["rank"], EngineOptions.from_dict(start["options"])
-    see_one_gpu(rank)
+    if start["gpu"] is not None:  # else it sees its own alone
+        see_one_gpu(start["gpu"])
     backend = kit_for(pick_device(options.device)).collectives
-    store = find_store(start["port"], options.rank_timeout)
-    group = TorchGroup(backend, store, rank, start["size"], options.rank_timeout)
-    source = resolve(options.model)
+    store = find_store(start["host"], start["port"], options.rank_timeout)
+    group = TorchGroup(backend, store, rank, start["size"], options.rank_timeout, start["own"])
+    source = resolve(start["path"] if os.path.exists(start["path"]) else options.model)
     built = build(options, source, LifeSigns(link).progress, processed=start["processed"], group=group)
     num_slots = start["num_slots"]
     executor = LocalExecutor(built.device, built.runner, built.resolved.limits, num_slots)
@@ -63,8 +68,21 @@ def follow(link: Link, start: Word, bell_fd: int, ring_fd: int) -> None:
     go = link.receive()
     if go is None:
         return
+    FollowedSteps(executor, num_slots, link).run(plans_of(go, plans_fd, ring_fd))
+
+
+class PlanSource(Protocol):
+    """The end of whatever carries plans here."""
+
+    def read(self) -> IntArray | None:
+        """Wait for the next one; None when there will be no more."""
+
+
+def plans_of(go: Word, plans_fd: int, ring_fd: int | None) -> PlanSource:
+    if ring_fd is None:
+        return PlanReceiver(socket.socket(fileno=plans_fd), go["place_words"])
     shape = RingShape(go["num_readers"], go["num_places"], go["place_words"])
-    FollowedSteps(executor, num_slots, link).run(RingReader(ring_fd, shape, rank - 1, bell_fd))
+    return RingReader(ring_fd, shape, go["reader"], plans_fd)
 
 
 class LifeSigns:
@@ -88,7 +106,7 @@ class FollowedSteps:
         self._free = threading.Semaphore(num_slots)
         self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
 
-    def run(self, plans: RingReader) -> None:
+    def run(self, plans: PlanSource) -> None:
         """Launch each plan as it comes, until there are no more."""
         collector = threading.Thread(target=self._collect, name="gapless-collect", daemon=True)
         collector.start()
@@ -115,4 +133,4 @@ def fail(link: Link, error: BaseException) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))
+    main(*map(int, sys.argv[1:]))

@@ -1,15 +1,16 @@
-"""Words between rank 0 and another rank while they start, and last words: lines of JSON over a socket pair.
+"""Words between rank 0 and another rank while they start, and last words: lines of JSON over a socket.
 
-Plans do not go this way, but through the ring.
+Plans do not go this way, but through the ring, or a connection of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import selectors
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 Word = dict[str, Any]  # its `kind`: here, start, sign, ready, go or failed
@@ -60,3 +61,11 @@ class Link:
         while b"\n" in self._rest:
             line, _, self._rest = self._rest.partition(b"\n")
             yield json.loads(line)
+
+
+def readable(fds: Sequence[int], timeout_s: float | None) -> set[int]:
+    """Those that can be read, once there is one. Not by select(), which knows no descriptor above 1023."""
+    with selectors.PollSelector() as selector:
+        for fd in fds:
+            selector.register(fd, selectors.EVENT_READ)
+        return {key.fd for key, _ in selector.select(timeout_s)}

@@ -1,4 +1,4 @@
-"""A ring of places in shared memory, through which rank 0 hands plans to all other ranks.
+"""A ring of places in shared memory, through which rank 0 hands plans to the other ranks of its machine.
 
 It has as many places as there may be steps in flight. The writer fills a place once every reader has copied what was in
 it, and rings each reader's bell, a pipe. A reader sleeps on its bell; a closed bell means that nothing more will come.
@@ -13,7 +13,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,17 +61,19 @@ def shared_memory() -> int:
 class RingWriter:
     """Rank 0's end."""
 
-    def __init__(self, fd: int, shape: RingShape, bells: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, fd: int, shape: RingShape, ranks: Sequence[int], bells: Sequence[int], timeout_s: float) -> None:
+        """ranks, bells: of each reader."""
         os.ftruncate(fd, shape.num_bytes)
         self._memory, self._shape, self._timeout_s = _Memory(fd, shape), shape, timeout_s
-        self._bells = bells
+        self._ranks, self._bells = ranks, bells
         self._num_written = 0
 
-    def write(self, fill: Callable[[IntArray], int]) -> None:
-        """Have a place filled, and tell the readers. Raises RankFailed where one of them does not make room in time."""
+    def write(self, words: IntArray) -> None:
+        """Fill a place, and tell the readers. Raises RankFailed where one of them does not make room in time."""
         self._wait_for_room()
         place = self._num_written % self._shape.num_places
-        self._memory.sizes[place] = fill(self._memory.places[place])
+        self._memory.places[place, : len(words)] = words
+        self._memory.sizes[place] = len(words)
         self._num_written += 1
         for bell in self._bells:
             with contextlib.suppress(OSError):  # a reader that is gone is missed elsewhere
@@ -82,7 +84,7 @@ class RingWriter:
         deadline = time.monotonic() + self._timeout_s
         while int(self._memory.read.min()) < least:
             if time.monotonic() > deadline:
-                late = (np.flatnonzero(self._memory.read < least) + 1).tolist()
+                late = [rank for rank, read in zip(self._ranks, self._memory.read, strict=True) if read < least]
                 raise RankFailed(f"ranks {late} did not take a plan within {self._timeout_s:g} s")
             time.sleep(_PAUSE_S)
 

@@ -6,6 +6,7 @@ has a time limit. With NCCL a call only queues work on the current stream, so th
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
@@ -25,15 +26,17 @@ class CollectiveFailed(RuntimeError):
 class TorchGroup:
     """One rank's end."""
 
-    def __init__(self, backend: str, store: Any, rank: int, size: int, timeout_s: float) -> None:
-        """backend: gloo or nccl. Waits for all ranks."""
+    def __init__(
+        self, backend: str, store: Any, rank: int, size: int, timeout_s: float, own_address: str = LOCAL
+    ) -> None:
+        """backend: gloo or nccl. own_address: by which other ranks reach this one. Waits for all ranks."""
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s
-        self._met(lambda: self._open(backend, store))
+        self._met(lambda: self._open(backend, store, own_address))
 
-    def _open(self, backend: str, store: Any) -> None:
+    def _open(self, backend: str, store: Any, own_address: str) -> None:
         limit = timedelta(seconds=self._timeout_s)
-        self._group = _BACKENDS[backend](store, self.rank, self.size, limit)
+        self._group = _BACKENDS[backend](store, self.rank, self.size, limit, own_address)
 
     def add(self, tensor: Tensor) -> Tensor:
         self._met(lambda: self._group.allreduce([tensor], self._options("Allreduce")))
@@ -65,24 +68,28 @@ class TorchGroup:
             ) from error
 
 
-def host_store(timeout_s: float) -> Any:
-    """Where ranks of this machine find each other; rank 0 holds it, at a port that is free."""
-    return dist.TCPStore(LOCAL, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+def host_store(timeout_s: float, host: str = LOCAL) -> Any:
+    """Where ranks find each other; rank 0 holds it, at this address of its own and a port that is free."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+        port, fd = listening.getsockname()[1], listening.detach()
+    limit = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=fd)
 
 
-def find_store(port: int, timeout_s: float) -> Any:
+def find_store(host: str, port: int, timeout_s: float) -> Any:
     """The same, for the other ranks."""
-    return dist.TCPStore(LOCAL, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+    return dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, own_address: str) -> Any:
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOCAL)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta, own_address: str) -> Any:
+    """NCCL finds its interfaces by itself."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)

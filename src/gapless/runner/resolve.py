@@ -42,10 +42,15 @@ def resolve(options: EngineOptions, source: ModelSource) -> Resolved:
 
 def settle(options: EngineOptions, model: ModelConfig, rank: int = 0) -> Settings:
     """The settings of the device that these options name, for one rank of those that hold the model."""
-    if options.tensor_parallel > 1:
-        _check_ranks(options)
-        model = cut_config(model, rank, options.tensor_parallel)
-    return kit_for(pick_device(options.device)).settings(options, model)
+    return kit_for(pick_device(options.device)).settings(options, cut(options, model, rank))
+
+
+def cut(options: EngineOptions, model: ModelConfig, rank: int = 0) -> ModelConfig:
+    """The part of one rank. Raises ConfigError where the model cannot be divided. Touches no device."""
+    if options.tensor_parallel == 1:
+        return model
+    _check_ranks(options)
+    return cut_config(model, rank, options.tensor_parallel)
 
 
 def _check_ranks(options: EngineOptions) -> None:

@@ -79,7 +79,7 @@ class CudaKit:
         if options.batch_invariant and (missing := InvariantLayers.why_not(model)):
             raise ConfigError(f"batch_invariant: {model.architecture} needs other layers than these: {missing}")
         check_quantization(options, model)
-        check_ranks(model)
+        check_ranks(options, model)
         settings = Settings.of(
             options, model, "cuda", dtype=torch.bfloat16, kv_dtype=None, max_batch_tokens=8192, max_num_rows=256
         )
@@ -143,12 +143,13 @@ class CudaKit:
         return Built(resolved, device, graphs, in_blocks(kv, resolved), str(graphs.cost), choice, CHUNK_COST)
 
 
-def check_ranks(model: ModelConfig) -> None:
+def check_ranks(options: EngineOptions, model: ModelConfig) -> None:
     """Raises ConfigError where the ranks of a model cannot run here."""
     if model.shard is None:
         return
     num_ranks, num_gpus = model.shard.num_ranks, device_count()
-    if model.shard.rank == 0 and num_gpus < num_ranks:  # the others see their own alone
+    is_local = options.ranks_on_ray is None  # else Ray counts them
+    if is_local and model.shard.rank == 0 and num_gpus < num_ranks:  # the others see their own alone
         raise ConfigError(f"tensor_parallel {num_ranks}: this machine has {num_gpus} GPU{'s' if num_gpus != 1 else ''}")
     if Feature.EXPERTS in model.features():
         raise ConfigError(f"tensor_parallel {num_ranks}: experts are not cut on GPUs; use 1")

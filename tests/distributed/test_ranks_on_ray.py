@@ -1,0 +1,198 @@
+"""Ranks that Ray places, on a cluster of two nodes: the same tokens, and what becomes of a group that loses one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from gapless import LLM, SamplingParams
+from gapless.cli import main
+from gapless.distributed.cluster import NodeVersions, here
+from gapless.errors import ConfigError, EngineClosed
+from tiny import CPU, write_tiny
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+from servers import TIMEOUT_S, eventually, running
+
+NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
+OPTIONS: dict[str, Any] = CPU | {"num_threads": 1, "native": False, "num_blocks": 256, "rank_timeout": 20.0}
+SPREAD: dict[str, Any] = {"tensor_parallel": 2, "rank_placement": "spread"}
+PROMPTS = ["hello", "how are you today, my friend? And how are your friends?", "xyz"]
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
+LONG = SamplingParams(max_tokens=800, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    """Two, with room for one rank each."""
+    cluster = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
+    cluster.add_node(**NODE)
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+
+
+def followers(cluster: Cluster) -> list[int]:
+    """Ranks that actors have started. The cluster stands in the command line of an actor's parent."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "gapless.pipeline.follower" in process.cmdline():
+                actor = process.parent()
+                raylet = actor.parent() if actor is not None else None
+                if raylet is not None and any(cluster.address in word for word in raylet.cmdline()):
+                    found.append(process.pid)
+    return found
+
+
+def soon(is_so: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_so()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_are_those_of_one_process(depth: int, model: Path, nodes: Cluster) -> None:
+    params = [GREEDY] * 3 + [DRAWN] * 3
+    with LLM(model, **OPTIONS, depth=depth) as one:
+        wanted = [done.token_ids for done in one.generate(PROMPTS * 2, params)]
+    before = signal.getsignal(signal.SIGTERM)
+    with LLM(model, **OPTIONS, depth=depth, ranks_on_ray=nodes.address, **SPREAD) as two:
+        assert len(followers(nodes)) == 1
+        assert [done.token_ids for done in two.generate(PROMPTS * 2, params)] == wanted
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not ray.is_initialized()
+    assert soon(lambda: not followers(nodes))
+
+
+def check_loss(llm: LLM, lose: Callable[[], object], told: str) -> None:
+    """A rank is lost under requests: each gets the error that names it, within the time limit."""
+    with ThreadPoolExecutor(1) as pool:
+        stream = llm.stream("hello", LONG)
+        running = pool.submit(llm.generate, PROMPTS, LONG)
+        next(iter(stream))
+        lose()
+        began = time.monotonic()
+        errors = [done.error or "" for done in running.result(60)]
+    assert all(re.search(told, error) for error in errors), errors
+    assert time.monotonic() - began < OPTIONS["rank_timeout"]
+    with pytest.raises(EngineClosed):
+        llm.generate(PROMPTS, GREEDY)
+
+
+def test_a_remote_rank_is_killed_under_requests(model: Path, nodes: Cluster) -> None:
+    told = r"rank 1 on node [0-9.]+ was killed by SIGKILL; the group of 2 ranks has ended"
+    with LLM(model, **OPTIONS, depth=2, ranks_on_ray=nodes.address, **SPREAD) as llm:
+        check_loss(llm, lambda: os.kill(followers(nodes)[0], signal.SIGKILL), told)
+    assert soon(lambda: not followers(nodes))
+
+
+@pytest.mark.slow
+def test_a_node_is_killed_under_requests(model: Path, nodes: Cluster) -> None:
+    """And the next group is on the node that takes its place."""
+    (lost,) = nodes.worker_nodes
+    with LLM(model, **OPTIONS, depth=2, ranks_on_ray=nodes.address, **SPREAD) as llm:
+        wanted = llm.generate(PROMPTS, GREEDY)
+        told = r"rank 1 on node [0-9.]+ (is gone with its actor or its node|closed its connection)"
+        check_loss(llm, lambda: nodes.remove_node(lost, allow_graceful=False), told)
+    assert soon(lambda: not followers(nodes))
+    nodes.add_node(**NODE)
+    with LLM(model, **OPTIONS, depth=2, ranks_on_ray=nodes.address, **SPREAD) as llm:
+        assert [done.token_ids for done in llm.generate(PROMPTS, GREEDY)] == [done.token_ids for done in wanted]
+
+
+def test_a_server_starts_a_new_group_and_requests_go_on(tmp_path: Path, model: Path, nodes: Cluster) -> None:
+    flags = ("--served-model-name", "tiny", "--num-blocks", "256", "--tensor-parallel", "2", "--no-native")
+    flags += ("--ranks-on-ray", nodes.address, "--rank-placement", "spread")
+    ask: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 300, "seed": 1}
+    with running(tmp_path / "log.jsonl", model, *flags) as server:
+        eventually(lambda: server.num_engines == 1, server)
+        client = server.client().completions
+        wanted = client.create(**ask, extra_body={"ignore_eos": True}).choices[0].text
+        stream = client.create(**ask, extra_body={"ignore_eos": True}, stream=True)
+        text = next(iter(stream)).choices[0].text
+        (pid,) = followers(nodes)
+        os.kill(pid, signal.SIGKILL)
+        assert text + "".join(chunk.choices[0].text for chunk in stream) == wanted
+        assert server.num_engines == 2
+        assert followers(nodes) != [pid]
+        died = [line["message"] for line in server.lines() if "engine process died" in line["message"]]
+        assert re.search(r"rank 1 on node [0-9.]+ was killed by SIGKILL", died[0])
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(TIMEOUT_S) == 0
+    assert soon(lambda: not followers(nodes))
+
+
+def refusal(model: Path, nodes: Cluster, **options: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        LLM(model, **OPTIONS, ranks_on_ray=nodes.address, **options)
+    return str(refused.value)
+
+
+def test_too_few_for_the_placement(model: Path, nodes: Cluster) -> None:
+    told = "too few CPUs: 2 ranks need 1 each on the node of rank 0, which has 1; or use rank_placement pack or spread"
+    assert refusal(model, nodes, tensor_parallel=2) == told
+    told = "too few CPUs: 4 ranks need 1 each, and the cluster has 2 on 2 nodes"
+    assert told in refusal(model, nodes, tensor_parallel=4, rank_placement="pack")
+    assert not ray.is_initialized()
+
+
+def gapless(model: Path, *flags: str) -> list[str]:
+    return ["generate", "hello", "--model", str(model), "--device", "cpu", "--tensor-parallel", "2", *flags]
+
+
+WRONG = {
+    ("--ranks-on-ray", "127.0.0.1:1"): "ranks_on_ray 127.0.0.1:1: no Ray cluster answers there",
+    ("--ranks-on-ray", "here"): "ranks_on_ray here: an address is HOST:PORT, auto or local",
+    ("--rank-placement", "spread"): "rank_placement spread: Ray places ranks with ranks_on_ray alone",
+    ("--ranks-on-ray", "auto", "--tensor-parallel", "1"): "ranks_on_ray: there is one rank",
+    ("--ranks-on-ray", "auto", "--tensor-parallel", "3"): "tensor_parallel 3: LlamaForCausalLM: 4 attention heads",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG, ids=" ".join)
+def test_wrong_wishes_are_one_line(flags: tuple[str, ...], model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(gapless(model, *flags)) == 2
+    said = capsys.readouterr().err.strip()
+    assert WRONG[flags] in said
+    assert "\n" not in said
+
+
+def test_without_ray(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(gapless(model, "--ranks-on-ray", "auto")) == 2
+    assert "a cluster needs Ray: pip install 'gapless[ray]'" in capsys.readouterr().err
+
+
+def test_replicas_keep_their_ranks_on_one_node(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "hello"}\n')
+    more = ["--model", str(model), "--tensor-parallel", "2", "--ranks-on-ray", "auto", "--ray"]
+    for start in (["run", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")], ["serve"]):
+        assert main([*start, *more]) == 2
+        assert "--ranks-on-ray is for one engine" in capsys.readouterr().err
+
+
+def test_versions_that_differ(model: Path, nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gapless.ranks.ray_seats.here", lambda: NodeVersions("99", *astuple(here())[1:]))
+    told = refusal(model, nodes, **SPREAD)
+    assert re.fullmatch(r"node [0-9.]+ has Gapless \S+ instead of 99; install the same versions on all nodes", told)
