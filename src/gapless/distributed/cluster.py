@@ -108,6 +108,18 @@ def answers() -> bool:
     return True
 
 
+def own_job() -> str:
+    """What Ray calls the life of this process."""
+    return str(import_ray().get_runtime_context().get_job_id())
+
+
+def is_job_over(job: str) -> bool:
+    """Whether the process of a job has ended, or its node has; False if the cluster does not say."""
+    if not answers():
+        return False
+    return any(one["JobID"] == job and one["IsDead"] for one in import_ray()._private.state.state.job_table())
+
+
 def _check_address(address: str, option: str) -> None:
     if address not in (LOCAL, NEAREST) and ":" not in address:
         hint = "; name files before --ray, or write --ray=auto" if option == "--ray" else ""

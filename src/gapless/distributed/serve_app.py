@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from gapless.distributed.cluster import LONGEST_REASON, Placement, answers
+from gapless.distributed.cluster import LONGEST_REASON, Placement, answers, own_job
 from gapless.distributed.home import HomeAddress
 from gapless.distributed.serve_replica import EngineReplica
 
@@ -51,7 +51,7 @@ class ServeApp:
             graceful_shutdown_timeout_s=self._leave_timeout_s + LEAVE_EXTRA_S,
         )(EngineReplica)
         target = serve.RunTarget(
-            engine.bind(self._address, self._name, self._leave_timeout_s),
+            engine.bind(self._address, self._name, own_job(), self._leave_timeout_s),
             name=self._name,
             route_prefix=None,
             external_scaler_enabled=True,

@@ -1,8 +1,9 @@
 """A replica of a server: one engine process on a node of the cluster, and its connection to the API process.
 
 Ray Serve starts it, watches it, and asks it to leave. It calls the API process and passes messages on between it and
-the engine. When the engine dies, the replica says how, and calls again with a new one. When the API process is gone for
-good, it takes the deployment down: nobody would ever use it again.
+the engine. When the engine dies, the replica says how, and calls again with a new one. When it cannot reach the API
+process any more, it ends. If that process is gone for good, as the cluster knows, the replica takes the deployment down
+too: nobody would ever use it again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from gapless.distributed.cluster import NodeVersions, here
+from gapless.distributed.cluster import NodeVersions, here, is_job_over
 from gapless.distributed.home import HomeAddress, hello_of
 from gapless.distributed.link import STREAM_LIMIT, EngineDied, Leaving, Started, send_at_once
 from gapless.server.channel import Disconnected, ParentChannel
@@ -22,7 +23,7 @@ from gapless.server.messages import LoadFailed, Ready, ToEngine, WireMessage
 from gapless.server.supervisor import ENGINE_COMMAND
 
 REDIAL_S = 0.2
-HOME_S = 20.0  # without an answer of the API process: then it is gone
+HOME_S = 20.0  # without an answer of the API process: then it is gone, or this node is cut off from it
 log = logging.getLogger(__name__)
 
 
@@ -38,7 +39,7 @@ class EngineRelay:
         self._loop = asyncio.new_event_loop()
         self._home: ParentChannel[ToEngine] | None = None
         self._is_leaving = False
-        self.is_orphan = False  # the API process is gone
+        self.is_orphan = False  # the API process cannot be reached
         self.failure = ""  # why the engine could not be loaded, or may not serve
         self.told = threading.Event()  # ready for the first time, or failed
         self.is_over = threading.Event()
@@ -144,26 +145,32 @@ async def _pass_down(home: ParentChannel[ToEngine], child: EngineChild) -> bool:
 class EngineReplica:
     """The class that Ray Serve deploys. It is ready when its engine is, so updates go on from one to the next."""
 
-    def __init__(self, address: HomeAddress, app: str, leave_timeout_s: float) -> None:
+    def __init__(self, address: HomeAddress, app: str, job: str, leave_timeout_s: float) -> None:
+        """job: of the API process."""
         from ray import serve
         from ray.util import get_node_ip_address
 
-        self._app = app
+        self._app, self._job = app, job
         self._leave_timeout_s = leave_timeout_s
         name = serve.get_replica_context().replica_id.unique_id
         self._relay = EngineRelay(address, name, get_node_ip_address(), ENGINE_COMMAND, here())
         self._relay.told.wait()
         if self._relay.failure:
+            self._end_with_api_process()
             raise RuntimeError(self._relay.failure)
 
     def check_health(self) -> None:
-        """Called by Ray Serve. A replica whose API process is gone ends the whole application."""
-        if self._relay.is_orphan:
+        """Called by Ray Serve, which replaces a replica that raises."""
+        self._end_with_api_process()
+        if self._relay.is_over.is_set():
+            raise RuntimeError(self._relay.failure or "the replica has ended")
+
+    def _end_with_api_process(self) -> None:
+        """If it is gone, end the whole application. A replica that is only cut off from it ends alone."""
+        if self._relay.is_orphan and is_job_over(self._job):
             from ray import serve
 
             serve.delete(self._app, _blocking=False)
-        if self._relay.is_over.is_set():
-            raise RuntimeError(self._relay.failure or "the replica has ended")
 
     def __del__(self) -> None:
         """Called by Ray Serve when this replica is to leave."""
