@@ -23,12 +23,15 @@ from gapless import LLM, SamplingParams
 from gapless.cli import main
 from gapless.distributed.cluster import NodeVersions, here
 from gapless.errors import ConfigError, EngineClosed
+from gapless.pipeline.ranked import RankedExecutor
+from gapless.ranks.ray_seats import SeatWishes, _check_room
+from rank_pids import child_pids
 from tiny import CPU, write_tiny
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from servers import TIMEOUT_S, eventually, running
 
-NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
+NODE = {"num_cpus": 2, "object_store_memory": 80_000_000}
 OPTIONS: dict[str, Any] = CPU | {"num_threads": 1, "native": False, "num_blocks": 256, "rank_timeout": 20.0}
 SPREAD: dict[str, Any] = {"tensor_parallel": 2, "rank_placement": "spread"}
 PROMPTS = ["hello", "how are you today, my friend? And how are your friends?", "xyz"]
@@ -39,7 +42,7 @@ LONG = SamplingParams(max_tokens=800, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    """Two, with room for one rank each."""
+    """Two, with room for two ranks each."""
     cluster = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
     cluster.add_node(**NODE)
     yield cluster
@@ -150,11 +153,44 @@ def refusal(model: Path, nodes: Cluster, **options: Any) -> str:
 
 
 def test_too_few_for_the_placement(model: Path, nodes: Cluster) -> None:
-    told = "too few CPUs: 2 ranks need 1 each on the node of rank 0, which has 1; or use rank_placement pack or spread"
-    assert refusal(model, nodes, tensor_parallel=2) == told
-    told = "too few CPUs: 4 ranks need 1 each, and the cluster has 2 on 2 nodes"
-    assert told in refusal(model, nodes, tensor_parallel=4, rank_placement="pack")
+    told = "too few CPUs: 4 ranks need 1 each on the node of rank 0, which has 2; or use rank_placement pack or spread"
+    assert refusal(model, nodes, tensor_parallel=4) == told
     assert not ray.is_initialized()
+
+
+ROOM = {
+    ("strict_pack", 3, (2, 8)): "3 ranks need 1 each on the node of rank 0, which has 2; or use rank_placement pack",
+    ("pack", 5, (2, 2)): "5 ranks need 1 each, and the cluster has 4 on 2 nodes; use a smaller tensor_parallel",
+    ("spread", 2, (0, 4)): "2 ranks need 1 each, and this node, where rank 0 runs, has none",
+    ("spread", 4, (1, 3)): None,
+    ("strict_pack", 2, (2, 0)): None,
+}
+
+
+@pytest.mark.parametrize("case", ROOM, ids=str)
+def test_room(case: tuple[str, int, tuple[int, int]]) -> None:
+    placement, num_ranks, gpus = case
+    wishes = SeatWishes("auto", num_ranks, placement, None, 1.0)
+    told = ROOM[case]
+    with pytest.raises(ConfigError, match="^too few GPUs: " + told) if told else contextlib.nullcontext():
+        _check_room(wishes, "GPU", gpus[0], list(gpus))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("placement", "num_ranks", "num_elsewhere"), [("strict_pack", 2, 0), ("pack", 4, 2)])
+def test_ranks_on_the_node_of_rank_0(
+    placement: str, num_ranks: int, num_elsewhere: int, model: Path, nodes: Cluster
+) -> None:
+    """They are its children and read the ring, beside those that get plans over TCP."""
+    with LLM(model, **OPTIONS, depth=2) as one:
+        wanted = [done.token_ids for done in one.generate(PROMPTS, GREEDY)]
+    options = {"tensor_parallel": num_ranks, "rank_placement": placement, "ranks_on_ray": nodes.address}
+    with LLM(model, **OPTIONS, depth=2, **options) as ranked:
+        assert len(followers(nodes)) == num_elsewhere
+        executor = ranked.engine._parts.executor
+        assert isinstance(executor, RankedExecutor)
+        assert len(child_pids(executor._team)) == num_ranks - 1 - num_elsewhere
+        assert [done.token_ids for done in ranked.generate(PROMPTS, GREEDY)] == wanted
 
 
 def gapless(model: Path, *flags: str) -> list[str]:

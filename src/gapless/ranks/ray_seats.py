@@ -171,7 +171,8 @@ def _check_room(wishes: SeatWishes, kind: str, own: int, counts: list[int]) -> N
     if wishes.placement == "strict_pack" and own < wishes.num_ranks:
         raise ConfigError(f"{needs} on the node of rank 0, which has {own}; or use rank_placement pack or spread")
     if sum(counts) < wishes.num_ranks:
-        raise ConfigError(f"{needs}, and the cluster has {sum(counts)} on {len(counts)} nodes; use tensor_parallel")
+        has = f"the cluster has {sum(counts)} on {len(counts)} nodes"
+        raise ConfigError(f"{needs}, and {has}; use a smaller tensor_parallel")
     if own < 1:
         raise ConfigError(f"{needs}, and this node, where rank 0 runs, has none; run this command on one that has")
 
