@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -122,6 +123,45 @@ def test_a_node_is_killed_under_requests(model: Path, nodes: Cluster) -> None:
     nodes.add_node(**NODE)
     with LLM(model, **OPTIONS, depth=2, ranks_on_ray=nodes.address, **SPREAD) as llm:
         assert [done.token_ids for done in llm.generate(PROMPTS, GREEDY)] == [done.token_ids for done in wanted]
+
+
+@pytest.mark.slow
+def test_a_remote_rank_stands_still(model: Path, nodes: Cluster) -> None:
+    """It is alive and says nothing, so the time limit of the others ends the group, and it with them."""
+    options = OPTIONS | {"tensor_parallel": 4, "rank_placement": "pack", "rank_timeout": 6.0}
+    with LLM(model, **options, depth=2, ranks_on_ray=nodes.address) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        os.kill(followers(nodes)[0], signal.SIGSTOP)
+        began = time.monotonic()
+        errors = [done.error or "" for done in llm.generate(PROMPTS, GREEDY)]
+        assert all("did not come within 6 s" in error for error in errors), errors
+        assert time.monotonic() - began < 20
+        assert soon(lambda: not followers(nodes))
+
+
+ORPHANS = """
+import sys, time
+from gapless import LLM
+from test_ranks_on_ray import OPTIONS
+llm = LLM(sys.argv[1], **OPTIONS, tensor_parallel=4, rank_placement="pack", ranks_on_ray=sys.argv[2])
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_the_first(model: Path, nodes: Cluster) -> None:
+    """And what was reserved for them is free again."""
+    command = [sys.executable, "-c", ORPHANS, str(model), nodes.address]
+    path = os.pathsep.join([*map(str, (Path(__file__).parent, Path(__file__).parents[1])), os.environ["PYTHONPATH"]])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert len(followers(nodes)) == 2
+        process.kill()
+    assert soon(lambda: not followers(nodes))
+    with LLM(model, **OPTIONS, tensor_parallel=4, rank_placement="pack", ranks_on_ray=nodes.address) as llm:
+        assert llm.generate(PROMPTS, GREEDY)
 
 
 def test_a_server_starts_a_new_group_and_requests_go_on(tmp_path: Path, model: Path, nodes: Cluster) -> None:

@@ -119,6 +119,7 @@ class Reservation:
         actors = [_actor(group, place, bundle) for place in range(wishes.num_ranks)]
         facts = _ask(actors)
         own = [rank for rank, fact in enumerate(facts) if fact.node_id == own_id]
+        assert own[:1] == [0], "the first bundle is on this node"
         self.ranks_here = own[1:]  # rank 0 is this process
         self.gpus_here = [name for rank in own for name in facts[rank].gpus]
         self._actors = actors  # an actor ends when nobody knows it
