@@ -82,8 +82,7 @@ class Team:
         at_once: kill them, for they are in the middle of something that rank 0 has given up.
         """
         if at_once:
-            for mate in self._mates:
-                mate.life.kill()
+            self._kill()
         if not self._closing.is_set():
             self._closing.set()
             os.write(self._wake_write, b"\1")
@@ -99,6 +98,7 @@ class Team:
                 for mate in squad.start():
                     self._mates.append(mate)
         except BaseException as error:
+            self._kill()
             started.put(error)
         else:
             started.put(None)
@@ -146,13 +146,16 @@ class Team:
             self._heard.notify_all()
 
     def _fail(self, reason: str) -> None:
-        for mate in self._mates:
-            mate.life.kill()  # else a rank that waits for the lost one would wait for its whole time limit
+        self._kill()  # else a rank that waits for the lost one would wait for its whole time limit
         with self._heard:
             self._failure = RankFailed(f"{reason}; the group of {len(self._mates) + 1} ranks has ended")
             self._heard.notify_all()
         self._failed.set()
         self._alarm(self._failure)
+
+    def _kill(self) -> None:
+        for mate in self._mates:
+            mate.life.kill()
 
     def _end(self) -> None:
         for squad in self._squads:
