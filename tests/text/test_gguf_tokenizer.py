@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from gapless.errors import CorruptModel, UnsupportedModel
+from gapless.text.gguf_tokenizer import read_gguf
 from gapless.text.tokenizer import Tokenizer
 
 Metadata = Callable[..., dict[str, Any]]
@@ -97,6 +98,27 @@ def test_pre_tokenizers() -> None:
     assert pieces("1234", pre="llama-bpe") == ["<bos>", "123", "4"]
     assert pieces("X'S", pre="qwen2") == ["X", "'", "S"]
     assert pieces("1234", pre=None) == ["123", "4"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("gpt-2", ["HelloWorld", "'s", "Ġ1234", "/", "Ċ"]),
+        ("olmo", ["HelloWorld", "'s", "Ġ1234", "/", "Ċ"]),
+        ("refact", ["HelloWorld", "'s", "Ġ", "1", "2", "3", "4", "/", "Ċ"]),
+        ("command-r", ["HelloWorld", "'s", "Ġ", "1", "2", "3", "4", "/", "Ċ"]),
+        ("dbrx", ["HelloWorld", "'s", "Ġ", "123", "4", "/Ċ"]),
+        ("smaug-bpe", ["HelloWorld", "'s", "Ġ", "123", "4", "/Ċ"]),
+        ("falcon3", ["HelloWorld", "'s", "Ġ", "123", "4", "/Ċ"]),
+        ("deepseek-r1-qwen", ["HelloWorld", "'s", "Ġ", "1", "2", "3", "4", "/Ċ"]),
+        ("tekken", ["Hello", "World", "'s", "Ġ", "1", "2", "3", "4", "/Ċ"]),
+        ("gpt-4o", ["Hello", "World's", "Ġ", "123", "4", "/Ċ"]),
+    ],
+)
+def test_words_that_texts_are_split_into(pre: str, expected: list[str]) -> None:
+    backend = read_gguf(byte_level_metadata(pre=pre)).backend
+    assert backend.pre_tokenizer is not None
+    assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str("HelloWorld's 1234/\n")] == expected
 
 
 def test_ignore_merges_takes_a_whole_word() -> None:

@@ -7,7 +7,7 @@ with scores) and the pre-tokenizers by name. Does not know how the file is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
@@ -27,11 +27,13 @@ _LLAMA3_WORDS = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
 )
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN_WORDS = "|".join((*_CASED, r"\p{N}", _REST))
+_GPT4O_WORDS = "|".join((*(f"{word}(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for word in _CASED), r"\p{N}{1,3}", _REST))
 
 
 def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
@@ -117,17 +119,29 @@ def _words(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 _GPT2 = _PreTokenizer(gpt2_words=True)
 _DIGITS = _PreTokenizer(pre_tokenizers.Digits(individual_digits=True), gpt2_words=True)
+_COMPOSED = normalizers.NFC()
+_GPT4O = _PreTokenizer(_words(_GPT4O_WORDS))
+_DBRX = _PreTokenizer(_words(_LLAMA3_WORDS))
+_QWEN2 = _PreTokenizer(_words(_QWEN2_WORDS), normalizer=_COMPOSED)
 _LLAMA3 = _PreTokenizer(_words(_LLAMA3_WORDS), ignore_merges=True, add_bos=True)
 _PRE_TOKENIZERS = {
     "default": _GPT2,
     "gpt-2": _GPT2,
     "phi-2": _GPT2,
+    "olmo": _PreTokenizer(gpt2_words=True, normalizer=_COMPOSED),
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "command-r": replace(_DIGITS, normalizer=_COMPOSED),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
-    "qwen2": _PreTokenizer(_words(_QWEN2_WORDS), normalizer=normalizers.NFC()),
+    "falcon3": _LLAMA3,
+    "dbrx": _DBRX,
+    "smaug-bpe": _DBRX,
+    "gpt-4o": _GPT4O,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
     "tekken": _PreTokenizer(_words(_TEKKEN_WORDS), ignore_merges=True, add_bos=True),
 }
 
