@@ -22,7 +22,7 @@ from gapless.kernels.expert_products import (
 )
 from gapless.kernels.products import SQUARES_TILES
 from gapless.kernels.tilings import MAX_ROWS
-from gapless.models.mxfp4 import dequantize
+from gapless.models.mxfp4_scheme import dequantize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # the interpreter has no bfloat16 products

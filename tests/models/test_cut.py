@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from test_gguf_families import save as save_family
 from tiny_models import CPU, dense_attend, random_tokens, save_gguf
 
 from gapless.errors import ConfigError
@@ -75,6 +76,12 @@ def test_parts_compute_what_the_whole_does(family: str, num_ranks: int, tmp_path
 def test_parts_of_a_gguf(arch: str, num_ranks: int, tmp_path: Path) -> None:
     save_gguf(tmp_path / "model.gguf", arch)
     check(resolve(tmp_path / "model.gguf"), num_ranks, 97)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_parts_of_experts_with_biases_in_a_gguf(num_ranks: int, tmp_path: Path) -> None:
+    save_family(tmp_path, "gpt-oss")
+    check(resolve(tmp_path / "m.gguf"), num_ranks, 97)
 
 
 @pytest.mark.parametrize(("axis", "begin", "end"), [(0, 1, 3), (1, 0, 32), (1, 40, 100)])

@@ -247,6 +247,7 @@ def test_gguf_frequency_factors(tmp_path: Path) -> None:
         ("llama", {"ARCH__rope__scaling__type": "longrope"}, "longrope"),
         ("llama", {"ARCH__rope__dimension_count": 12}, "rope"),
         ("qwen2", {"ARCH__expert_count": 8}, "qwen2' with experts"),
+        ("llama", {"ARCH__attention__sliding_window_pattern": [1, 0]}, "true and false"),
         ("llama", {"drop": "embedding_length"}, "llama.embedding_length"),
         ("llama", {"drop": "token_embd.weight"}, "token_embd.weight"),
         ("llama", {"ARCH__attention__value_length": 12}, "values"),

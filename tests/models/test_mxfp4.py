@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from gapless.errors import CorruptModel
 from gapless.models.loader import load_config, open_weights
-from gapless.models.mxfp4 import dequantize
+from gapless.models.mxfp4_scheme import dequantize
 from gapless.models.source import resolve
 from mxfp4_files import quantized, random_blocks
 

@@ -151,6 +151,8 @@ def _experts(count: int, size: Between, names: WeightNames) -> Iterator[tuple[st
             yield from _inputs(each, size, names) if name == names.expert_down else _outputs(each, (size,), names)
         if "{}" not in name:
             yield f"{name}.weight", Cut.of(2 if name == names.expert_down else 1, size)
+            if name != names.expert_down:
+                yield f"{name}.bias", Cut.of(1, size)
 
 
 def _outputs(name: str, stretches: Sequence[Between], names: WeightNames) -> Iterator[tuple[str, Cut]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gapless.kernels.expert_products import ExpertStack, pack_narrow
 from gapless.models.layers import ExpertWeight, ExpertWeights
-from gapless.models.mxfp4 import Mxfp4Scheme
+from gapless.models.mxfp4_scheme import Mxfp4Scheme
 from gapless.models.spec import MlpSpec
 from gapless.models.weight import Weight, stacked
 

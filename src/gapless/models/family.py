@@ -33,7 +33,7 @@ class GGUFForm:
     architecture: str  # general.architecture
     names: WeightNames = GGUF_NAMES
     keys: Mapping[str, str] = field(default_factory=dict)  # of config.json: their names in the metadata
-    has_experts: bool = False  # a family with experts may be called like one without
+    mark: str = ""  # a key that tells the family from others of the same architecture; it is there and not 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,9 @@ class Family:
     architecture: str  # in `architectures` of a config.json
     model_type: str  # in its `model_type`
     from_hf: Callable[[Keys], ModelConfig]  # end tokens aside
-    gguf: GGUFForm | None = (
-        None  # None: there are no GGUF files of this family, or they are called like a different one
-    )
+    gguf: GGUFForm | None = None  # None: a different family reads GGUF files of this one
     models: str = ""  # names by which people know them
+    gguf_name: str = ""  # what a different family calls them
 
 
 def hf_model(

@@ -71,7 +71,18 @@ def _found(file: GGUFFile, keys: Keys, form: GGUFForm) -> dict[str, Any]:
         "attention.sliding_window": keys.get("attention.sliding_window") or None,  # 0: none
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(file, keys),
+        **_window_pattern(keys),
     }
+
+
+def _window_pattern(keys: Keys) -> dict[str, Any]:
+    """Which layers have a window: a flag for each, or the step from one without to the next."""
+    pattern = keys.get("attention.sliding_window_pattern")
+    if not isinstance(pattern, list):
+        return {} if pattern is None else {"sliding_window_pattern": pattern}
+    if not all(isinstance(is_local, bool) for is_local in pattern):
+        raise keys.wrong("attention.sliding_window_pattern", "a list of true and false")
+    return {"layer_types": [f"{'sliding' if is_local else 'full'}_attention" for is_local in pattern]}
 
 
 def _rope_scaling(file: GGUFFile, keys: Keys) -> dict[str, Any]:
@@ -96,7 +107,8 @@ def _rope_scaling(file: GGUFFile, keys: Keys) -> dict[str, Any]:
         ),
         "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
-        "attention_factor": (0.1 * log(factor) + 1.0) * keys.number("rope.scaling.attn_factor", 1.0),
+        # converters write what config.json calls attention_factor, which is the whole of it
+        "attention_factor": keys.number("rope.scaling.attn_factor", 0.1 * log(factor) + 1.0),
     }
 
 

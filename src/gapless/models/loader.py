@@ -26,7 +26,8 @@ from gapless.models.gguf_scheme import KINDS
 from gapless.models.layers import PLAIN, Layers
 from gapless.models.linear import plain
 from gapless.models.mapped_scheme import mapped as mapped_weight
-from gapless.models.mxfp4 import BLOCKS, Mxfp4Scheme, Mxfp4Weights, are_powers
+from gapless.models.mxfp4 import BLOCKS, Mxfp4Weights
+from gapless.models.mxfp4_scheme import Mxfp4Scheme, are_powers
 from gapless.models.part_weights import PartWeights, divisible
 from gapless.models.registry import gguf_config, hf_config
 from gapless.models.shapes import layer_matrices, weight_shapes
@@ -174,7 +175,9 @@ def _kinds(file: GGUFFile, config: ModelConfig) -> tuple[str, ...]:
     aside |= {f"{names.of_layer(index, names.router)}.weight" for index in range(config.num_layers)}
     for name in weight_shapes(config):
         tensor = file.tensors.get(name)
-        if tensor is not None and len(tensor.shape) > 1 and name not in aside:
+        if tensor is None or len(tensor.shape) == 1:
+            continue
+        if name.endswith(".weight") and name not in aside:  # biases of experts are a table too
             sizes[tensor.checked_kind().name] += prod(tensor.shape)
     return tuple(kind for kind, _ in sizes.most_common())
 
@@ -261,8 +264,8 @@ class WeightReader:
             weight = Weight(data, scheme, scales)
             total = scales.sum() + torch.where(are_numbers(data, scales), 0.0, torch.inf)
             return (plain(weight.dense()) if self._scheme is None else weight), total
-        if self._mxfp4 is not None and isinstance(weights, Mxfp4Weights) and weights.is_narrow(name):
-            blocks, powers = (part.to(self._device) for part in weights.read_stored(name))
+        if self._mxfp4 is not None and isinstance(weights, Mxfp4Weights | GGUFWeights) and weights.is_mxfp4(name):
+            blocks, powers = (part.to(self._device) for part in weights.read_mxfp4(name))
             return Weight(blocks, self._mxfp4, powers), torch.where(are_powers(powers), 0.0, torch.inf)
         found = weights.read(name)
         tensor = found.to(device=self._device, dtype=self._dtype)

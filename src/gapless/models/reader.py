@@ -135,7 +135,9 @@ class LayerReader:
         if "{}" in name:
             return [self._linear(name.format(number), spec.bias) for number in range(spec.experts.count)]
         weight = self._read(f"{self.names.of_layer(self._index, name)}.weight")
-        return [(part, None) for part in weight.scheme.parts(weight)]
+        parts = weight.scheme.parts(weight)
+        biases = self._vector(f"{name}.bias") if spec.bias else [None] * len(parts)
+        return list(zip(parts, biases, strict=True))
 
     def down(self) -> tuple[Weight, Tensor | None]:
         return self._linear(self.names.down, self._spec.mlp.bias)

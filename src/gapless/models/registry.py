@@ -34,7 +34,7 @@ from gapless.models.families import (
     smollm3,
     starcoder2,
 )
-from gapless.models.family import Family
+from gapless.models.family import Family, GGUFForm
 from gapless.models.files import shown, token_ids
 from gapless.models.gguf_config import read_gguf_config
 from gapless.models.gguf_file import GGUFFile
@@ -73,15 +73,22 @@ def hf_config(
 def gguf_config(file: GGUFFile) -> ModelConfig:
     """Reads the metadata of a GGUF."""
     name = file.metadata.get("general.architecture")
-    has_experts = bool(file.metadata.get(f"{name}.expert_count"))
-    forms = {(form.architecture, form.has_experts): family for family in FAMILIES if (form := family.gguf) is not None}
-    family = forms.get((name, has_experts)) if isinstance(name, str) else None
-    if family is None or family.gguf is None:
-        what = f"GGUF architecture {shown(name)}{' with experts' if has_experts else ''}"
-        raise _unsupported(what, list(dict.fromkeys(name for name, _ in forms)))
-    config = read_gguf_config(file, family, family.gguf)
+    family, form = _gguf_family(file, name)
+    config = read_gguf_config(file, family, form)
+    if file.metadata.get(f"{name}.expert_count") and all(layer.mlp.experts is None for layer in config.layers):
+        raise UnsupportedModel(f"GGUF architecture {shown(name)} with experts is not supported")
     places = {f"{file.path}: {key}": file.metadata.get(key) for key in _GGUF_END_KEYS}
     return replace(config, eos_token_ids=_end_ids(config.vocab_size, places))
+
+
+def _gguf_family(file: GGUFFile, name: object) -> tuple[Family, GGUFForm]:
+    """Of the families of this architecture the one whose mark the file has, or the one without a mark."""
+    forms = [(family, form) for family in FAMILIES if (form := family.gguf) is not None]
+    found = [(family, form) for family, form in forms if form.architecture == name]
+    for family, form in sorted(found, key=lambda each: not each[1].mark):
+        if not form.mark or file.metadata.get(f"{name}.{form.mark}"):
+            return family, form
+    raise _unsupported(f"GGUF architecture {shown(name)}", list(dict.fromkeys(form.architecture for _, form in forms)))
 
 
 def _hf_family(keys: Keys) -> Family | None:

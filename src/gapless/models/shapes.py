@@ -93,6 +93,8 @@ def _experts(spec: MlpSpec, experts: ExpertSpec, names: WeightNames, hidden: int
     for name, shape in ((names.expert_gate, inner), (names.expert_up, inner), (names.expert_down, outer)):
         if "{}" not in name:
             yield f"{name}.weight", (experts.count, *shape)
+            if spec.bias:
+                yield f"{name}.bias", (experts.count, shape[0])
         else:
             for number in range(experts.count):
                 yield from _linear(name.format(number), *shape, spec.bias, names)

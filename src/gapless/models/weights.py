@@ -16,6 +16,7 @@ from gapless.errors import CorruptModel, UnsupportedModel
 from gapless.models.files import is_there, read_object, shown
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.gguf_scheme import has_finite_scales, stored_weight
+from gapless.models.mxfp4_scheme import split_blocks
 from gapless.models.safetensors_file import SafetensorsFile
 from gapless.models.weight import Weight
 
@@ -137,6 +138,14 @@ class GGUFWeights:
     def kind(self, name: str) -> str:
         """How the tensor is stored, such as Q8_0."""
         return str(self._file.tensors[name].checked_kind().name)
+
+    def is_mxfp4(self, name: str) -> bool:
+        """Whether it is a stack of experts of such numbers."""
+        return len(self.shapes[name]) == 3 and self.kind(name) == "MXFP4"
+
+    def read_mxfp4(self, name: str) -> tuple[Tensor, Tensor]:
+        """Blocks [count, out, groups, 16] and scales [count, out, groups], as a checkpoint of safetensors has them."""
+        return split_blocks(torch.from_numpy(self._file.load_bytes(name).copy()))
 
     def read_stored(self, name: str) -> Weight:
         """A matrix of one of `gguf_scheme.KINDS`, as it is stored."""

@@ -15,7 +15,7 @@ constexpr int SUPER = 256;  // inputs that share the larger scales of the K kind
 typedef uint8_t bytes __attribute__((vector_size(64)));  // four inputs of 16 outputs
 
 // As GGUF numbers them; `models/gguf_scheme.py` has the same list.
-enum Kind { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
+enum Kind { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, MXFP4 = 39 };
 
 inline bytes load_bytes(const uint8_t* p) {
     bytes v;
@@ -88,6 +88,21 @@ struct Nibbles {  // the second half of a block in the upper bits
     static void put(uint8_t* p, int lane, int k, int code) { p[k % 16 / 4 * 64 + lane * 4 + k % 4] |= code << k / 16 * 4; }
 };
 
+struct Floats : Nibbles {  // of four bits: twice their value, which is a whole number, and 128
+    static bytes quad(const uint8_t* p, int q) {
+        static constexpr uint8_t VALUES[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+        const bytes codes = Nibbles::quad(p, q);
+#if defined(__AVX512BW__)
+        const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)VALUES));
+        return (bytes)_mm512_shuffle_epi8(table, (__m512i)codes);
+#else
+        bytes values;
+        for (int i = 0; i < 64; i++) values[i] = VALUES[codes[i]];
+        return values;
+#endif
+    }
+};
+
 struct Sixes {  // nibbles, and behind them two bits of each of four quads a vector
     static constexpr int SIZE = 384;
     static bytes quad(const uint8_t* p, int q) {
@@ -107,6 +122,18 @@ struct Halves {
     static vec scale(const uint8_t* p, const uint8_t*, int) { return load_halves(p); }
     static vec minimum(const uint8_t*, const uint8_t*) { return vec{}; }
     static void put(uint8_t* p, uint8_t*, int lane, const Piece& piece, int) { memcpy(p + 2 * lane, &piece.scale, 2); }
+};
+
+struct Powers {  // of two: exponents alone, of half the value, since codes are twice theirs
+    static constexpr int SIZE = 16, SUPER_SIZE = 0, PARTS = 1;
+    static constexpr bool HAS_MINIMUM = false;
+    static vec scale(const uint8_t* p, const uint8_t*, int) {
+        const ivec exponent = __builtin_convertvector(load_unsigned(p), ivec);
+        const ivec subnormal = (ivec{} + 0x200000) << (exponent & 1);  // of the first two
+        return choose(exponent < 2, (vec)subnormal, (vec)((exponent - 1) << 23));
+    }
+    static vec minimum(const uint8_t*, const uint8_t*) { return vec{}; }
+    static void put(uint8_t* p, uint8_t*, int lane, const Piece& piece, int) { p[lane] = piece.scales[0]; }
 };
 
 struct HalvesAndMinimums {
@@ -236,6 +263,16 @@ struct Stored<Q8_0> {
     }
 };
 
+template <>
+struct Stored<MXFP4> {
+    typedef Form<Floats, Powers, 128> Packed;
+    static constexpr int BYTES = 17, INPUTS = BLOCK;
+    static void read(const uint8_t* p, Piece& piece) {
+        piece.scales[0] = p[0];
+        read_nibbles(p + 1, piece.codes);
+    }
+};
+
 // Scales and minimums of 6 bits, 8 of each in 12 bytes.
 inline void read_two_levels(const uint8_t* p, Piece& piece) {
     memcpy(&piece.scale, p, 2);
@@ -301,6 +338,7 @@ bool with_kind(int kind, Act act) {
         case Q4_K: return act(Stored<Q4_K>()), true;
         case Q5_K: return act(Stored<Q5_K>()), true;
         case Q6_K: return act(Stored<Q6_K>()), true;
+        case MXFP4: return act(Stored<MXFP4>()), true;
         default: return false;
     }
 }

@@ -35,7 +35,7 @@ def page_with_table(page: str) -> str:
 
 
 def _row(family: Family) -> tuple[str, ...]:
-    gguf = f"`{family.gguf.architecture}`" if family.gguf is not None else ""
+    gguf = f"`{family.gguf.architecture if family.gguf is not None else family.gguf_name}`"
     config, windows = tiny_config(family.model_type), "yes" if _has_windows(family) else ""
     return family.models, f"`{family.architecture}`", gguf, windows, _on_cpu(config), _on_gpu(config)
 

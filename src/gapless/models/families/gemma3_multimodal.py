@@ -36,4 +36,4 @@ def from_hf(keys: Keys) -> ModelConfig:
     return replace(gemma3.from_hf(text), architecture=ARCHITECTURE, names=NAMES)
 
 
-FAMILY = Family(ARCHITECTURE, "gemma3", from_hf, models="Gemma 3 4B, 12B and 27B, for text")
+FAMILY = Family(ARCHITECTURE, "gemma3", from_hf, models="Gemma 3 4B, 12B and 27B, for text", gguf_name="gemma3")

@@ -13,4 +13,4 @@ def from_hf(keys: Keys) -> ModelConfig:
     return hf_model(keys, ARCHITECTURE, hf_layers(keys, layer, always=True))
 
 
-FAMILY = Family(ARCHITECTURE, "mistral", from_hf, models="Mistral 7B, Nemo, Small, Ministral")
+FAMILY = Family(ARCHITECTURE, "mistral", from_hf, models="Mistral 7B, Nemo, Small, Ministral", gguf_name="llama")

@@ -25,4 +25,6 @@ def from_hf(keys: Keys) -> ModelConfig:
     return hf_model(keys, ARCHITECTURE, hf_layers(keys, layer, default=None, always=True), names=NAMES)
 
 
-FAMILY = Family(ARCHITECTURE, "mixtral", from_hf, GGUFForm("llama", PAIRS, has_experts=True), "Mixtral 8x7B and 8x22B")
+FAMILY = Family(
+    ARCHITECTURE, "mixtral", from_hf, GGUFForm("llama", PAIRS, mark="expert_count"), "Mixtral 8x7B and 8x22B"
+)

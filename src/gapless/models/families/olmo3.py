@@ -1,8 +1,8 @@
-"""OLMo 3: OLMo 2 with a window in three layers of four, whose rope is not scaled."""
+"""OLMo 3: OLMo 2 with a window in three layers of four, whose rope is not scaled. In GGUF files it is called olmo2."""
 
 from gapless.models.config import ModelConfig
 from gapless.models.families.olmo2 import NAMES, olmo_layer
-from gapless.models.family import Family, all_but, hf_head_dim, hf_layers, hf_model
+from gapless.models.family import Family, GGUFForm, all_but, hf_head_dim, hf_layers, hf_model
 from gapless.models.keys import Keys
 from gapless.models.rope_config import hf_ropes
 
@@ -17,4 +17,5 @@ def from_hf(keys: Keys) -> ModelConfig:
     return hf_model(keys, ARCHITECTURE, layers, names=NAMES)
 
 
-FAMILY = Family(ARCHITECTURE, "olmo3", from_hf, models="OLMo 3")
+GGUF_FORM = GGUFForm("olmo2", mark="attention.sliding_window")
+FAMILY = Family(ARCHITECTURE, "olmo3", from_hf, GGUF_FORM, "OLMo 3")

@@ -35,6 +35,4 @@ def from_hf(keys: Keys) -> ModelConfig:
     return with_experts(keys, hf_model(keys, ARCHITECTURE, layers), experts)
 
 
-FAMILY = Family(
-    ARCHITECTURE, "qwen2_moe", from_hf, GGUFForm("qwen2moe", has_experts=True), "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"
-)
+FAMILY = Family(ARCHITECTURE, "qwen2_moe", from_hf, GGUFForm("qwen2moe"), "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B")

@@ -17,6 +17,4 @@ def from_hf(keys: Keys) -> ModelConfig:
     return with_experts(keys, replace(qwen3.from_hf(keys), architecture=ARCHITECTURE), experts)
 
 
-FAMILY = Family(
-    ARCHITECTURE, "qwen3_moe", from_hf, GGUFForm("qwen3moe", has_experts=True), "Qwen3-30B-A3B, Qwen3-235B-A22B"
-)
+FAMILY = Family(ARCHITECTURE, "qwen3_moe", from_hf, GGUFForm("qwen3moe"), "Qwen3-30B-A3B, Qwen3-235B-A22B")
