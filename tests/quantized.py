@@ -59,10 +59,11 @@ def write_quantized(
     tied: bool = False,
     silent: bool = False,
     num_experts: int = 0,
+    num_more: int = 0,
 ) -> Path:
     """A llama of one kind, except for the tensors that `others` names. silent: layers add nothing to the stream.
 
-    num_experts: in place of each MLP, of which two are chosen.
+    num_experts: in place of each MLP, of which two are chosen. num_more: tokens without a text.
     """
     writer = gguf.GGUFWriter(path, "llama")
     for key, size in SIZES.items():
@@ -76,7 +77,8 @@ def write_quantized(
     writer.add_token_merges(["l o"])
     writer.add_token_types([3, *[1] * (VOCAB_SIZE - 1)])
     writer.add_eos_token_id(0)
-    shapes = {"token_embd": (VOCAB_SIZE, HIDDEN)} | ({} if tied else {"output": (VOCAB_SIZE, HIDDEN)})
+    table = (VOCAB_SIZE + num_more, HIDDEN)
+    shapes = {"token_embd": table} | ({} if tied else {"output": table})
     for layer in range(NUM_LAYERS):
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in _layer(num_experts).items()}
         if num_experts:

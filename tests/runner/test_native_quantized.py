@@ -152,6 +152,26 @@ def test_tokens_of_an_engine_do_not_depend_on_its_schedule(tmp_path: Path) -> No
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory cannot be reset")
+def test_loading_holds_a_large_table_once(tmp_path: Path) -> None:
+    """Neither a copy of the file nor its pages lie beside the packed weights."""
+    path = write_quantized(tmp_path / "m.gguf", "Q8_0", tied=True, num_more=200_000)
+    size = path.stat().st_size / 2**20
+    load_stored(write_quantized(tmp_path / "small.gguf", "Q8_0", tied=True))  # what is made once is there
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    model = load_stored(path)
+    assert model.is_quantized
+    assert size > 50
+    assert _resident("VmHWM") - before < 1.75 * size
+
+
+def _resident(key: str) -> float:
+    """MiB"""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith(key)).split()[1]) / 1024
+
+
 def test_every_kind_is_one_that_gguf_knows() -> None:
     assert all(gguf.GGMLQuantizationType(number).name == name for number, name in KINDS.items())
     assert HIDDEN % 256 == 0

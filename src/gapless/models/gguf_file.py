@@ -81,13 +81,17 @@ class GGUFFile:
         return _dequantize(part, kind, where)[..., begin - first * size : end - first * size]
 
     def load_bytes(self, name: str) -> npt.NDArray[np.uint8]:
-        """One tensor as it is stored, its last dimension in bytes. It lies in the mapping: copy what you keep."""
+        """One tensor as it is stored, its last dimension in bytes. It lies in the mapping; nobody writes to it."""
         raw = self.tensors[name].bytes_in(self._buffer)
         if self._num_touched > _MOST_TOUCHED:
-            self._buffer.madvise(mmap.MADV_DONTNEED)  # else the whole file would be in memory beside its copy
-            self._num_touched = 0
+            self.give_back()
         self._num_touched += raw.nbytes
         return raw
+
+    def give_back(self) -> None:
+        """The pages that were read: else the whole file would be in memory beside what is made of it."""
+        self._buffer.madvise(mmap.MADV_DONTNEED)
+        self._num_touched = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +166,7 @@ def _map(path: Path) -> mmap.mmap:
         check_regular(path)
     try:
         with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except ValueError as error:  # an empty file cannot be mapped
         raise CorruptModel(f"{path}: the file is empty") from error
     except OSError as error:

@@ -22,6 +22,8 @@ from gapless.models.weight import GateBiases, GatedLinear, Linear, Weight
 # Those that native products read, by the number that GGUF gives them; native/formats.h has the same list.
 KINDS = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 39: "MXFP4"}
 _HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block's scales lie
+PANEL = 16  # outputs that native products have side by side
+PIECE_BYTES = 2**24  # read at once, where a file is mapped: then its pages are given back
 _EXPONENT = 0x7C  # in the second byte of a half; all of it is set in infinities and NaN
 
 
@@ -38,11 +40,12 @@ class Run:
 class GGUFScheme:
     """Weights as bytes, one run of rows after the other. Weights of different kinds may lie below each other.
 
-    Those of all experts of a layer are one run, of equal parts.
+    Those of all experts of a layer are one run, of equal parts. Mapped ones lie in a file that is mapped.
     """
 
     runs: tuple[Run, ...]
     num_parts: int = 1
+    is_mapped: bool = False
 
     @property
     def name(self) -> str:
@@ -75,7 +78,8 @@ class GGUFScheme:
 
     def parts(self, weight: Weight) -> list[Weight]:
         (run,) = self.runs
-        scheme = GGUFScheme((Run(run.kind, run.num_rows // self.num_parts, run.row_bytes),))
+        one = Run(run.kind, run.num_rows // self.num_parts, run.row_bytes)
+        scheme = GGUFScheme((one,), is_mapped=self.is_mapped)
         return [Weight(part, scheme) for part in weight.data.chunk(self.num_parts)]
 
     def transposed(self, weight: Weight) -> Weight:
@@ -93,11 +97,11 @@ class GGUFScheme:
 
 
 def stored_weight(kind: int, rows: npt.NDArray[np.uint8]) -> Weight:
-    """A weight from the bytes of its rows [num_rows, row_bytes], or of some experts', which are copied."""
-    data = torch.from_numpy(rows.copy()).flatten()
+    """A weight from the bytes of its rows [num_rows, row_bytes] in a mapped file, or of some experts'."""
     num_parts = len(rows) if rows.ndim > 2 else 1
     num_rows, row_bytes = rows.shape[-2:]
-    return Weight(data, GGUFScheme((Run(kind, num_parts * num_rows, row_bytes),), num_parts))
+    scheme = GGUFScheme((Run(kind, num_parts * num_rows, row_bytes),), num_parts, is_mapped=True)
+    return Weight(torch.from_numpy(rows).flatten(), scheme)
 
 
 def has_finite_scales(kind: int, rows: npt.NDArray[np.uint8]) -> bool:

@@ -22,7 +22,7 @@ from gapless.models.files import read_object, shown
 from gapless.models.fp8 import Fp8Scheme, MakeLinear, dequantize
 from gapless.models.fp8_weights import Fp8Weights, are_numbers
 from gapless.models.gguf_file import GGUFFile
-from gapless.models.gguf_scheme import KINDS
+from gapless.models.gguf_scheme import KINDS, PANEL
 from gapless.models.layers import PLAIN, Layers
 from gapless.models.linear import plain
 from gapless.models.mapped_scheme import mapped as mapped_weight
@@ -42,7 +42,6 @@ LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "none", "fp8"]  # as stored; made whole; FP8 also where the checkpoint is not
 LoadProgress = Callable[[int, int], None]  # tensors read so far, of how many
 _CHECKED_AT_ONCE = 2**24
-_PANEL = 16  # outputs that native products have side by side
 
 
 def load_config(source: ModelSource) -> ModelConfig:
@@ -164,7 +163,7 @@ def why_not_stored(config: ModelConfig) -> str | None:
     if any(layer.mlp.num_shared for layer in config.layers):
         return "shared experts"
     kv_size = config.num_kv_heads * config.head_dim
-    return f"keys of {kv_size} numbers, which is no multiple of {_PANEL}" if kv_size % _PANEL else None
+    return f"keys of {kv_size} numbers, which is no multiple of {PANEL}" if kv_size % PANEL else None
 
 
 def _kinds(file: GGUFFile, config: ModelConfig) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gapless.errors import CorruptModel, UnsupportedModel
 from gapless.models.files import is_there, read_object, shown
 from gapless.models.gguf_file import GGUFFile
-from gapless.models.gguf_scheme import has_finite_scales, stored_weight
+from gapless.models.gguf_scheme import PIECE_BYTES, has_finite_scales, stored_weight
 from gapless.models.mxfp4_scheme import split_blocks
 from gapless.models.safetensors_file import SafetensorsFile
 from gapless.models.weight import Weight
@@ -150,8 +150,13 @@ class GGUFWeights:
     def read_stored(self, name: str) -> Weight:
         """A matrix of one of `gguf_scheme.KINDS`, as it is stored."""
         kind, rows = self._file.tensors[name].kind, self._file.load_bytes(name)
-        if not has_finite_scales(kind, rows):
-            raise CorruptModel(f"{self.origin(name)}: tensor {name} has scales that are NaN or infinite")
+        flat = rows.reshape(-1, rows.shape[-1])
+        step = max(1, PIECE_BYTES // flat.shape[1])
+        for begin in range(0, len(flat), step):
+            if begin:
+                self._file.give_back()
+            if not has_finite_scales(kind, flat[begin : begin + step]):
+                raise CorruptModel(f"{self.origin(name)}: tensor {name} has scales that are NaN or infinite")
         return stored_weight(kind, rows)
 
     def origin(self, name: str) -> str:

@@ -158,8 +158,8 @@ class Model {
     }
 
     // Rows `first` and following of a weight matrix [num_outputs, num_inputs]. `kind`: how the file stores them, where they
-    // are quantized.
-    void set_matrix(int part, int layer, const void* data, int kind, int num_outputs, int first) {
+    // are quantized. `mapped`: there they lie in a mapped file, whose pages are given back.
+    void set_matrix(int part, int layer, const void* data, int kind, int num_outputs, int first, bool mapped) {
         if (part == POSITIONS || (part == EMBEDDING && !QUANTIZED)) {
             Weight* to = part == EMBEDDING ? table : places;
             memcpy(to, data, (long)num_outputs * shape.hidden_size * sizeof(Weight));
@@ -174,7 +174,8 @@ class Model {
         auto place = [&](int n) { return panel_of(part, first + n); };
         if constexpr (QUANTIZED) {
             auto take = [&](long size) { return arena_.take<uint8_t>(size); };
-            linear.pack(kind, (const uint8_t*)data, num_outputs, take, place);
+            const uint8_t* end = linear.pack(kind, (const uint8_t*)data, num_outputs, take, place);
+            if (mapped) give_back((uintptr_t)data, (uintptr_t)end);
         } else {
             const Weight* from = (const Weight*)data;
             put_rows(linear, part, first, num_outputs, [&](int n) { return from + (long)n * linear.num_inputs; });
@@ -260,15 +261,19 @@ class Model {
 
     // Whole pages of mapped rows are dropped; who still reads them gets them from the file again.
     static void give_back(const std::vector<const Weight*>& rows, long row_size) {
-        const uintptr_t page = sysconf(_SC_PAGESIZE);
         for (size_t i = 0; i < rows.size();) {
             const uintptr_t start = (uintptr_t)rows[i];
             uintptr_t end = start;
             for (; i < rows.size() && (uintptr_t)rows[i] == end; i++) end += row_size;
             if (end == start) i++;
-            const uintptr_t from = (start + page - 1) / page * page, to = end / page * page;
-            if (start != 0 && from < to) madvise((void*)from, to - from, MADV_DONTNEED);
+            if (start != 0) give_back(start, end);
         }
+    }
+
+    static void give_back(uintptr_t start, uintptr_t end) {
+        const uintptr_t page = sysconf(_SC_PAGESIZE);
+        const uintptr_t from = (start + page - 1) / page * page, to = end / page * page;
+        if (from < to) madvise((void*)from, to - from, MADV_DONTNEED);
     }
 
     void make(Norm& norm) {

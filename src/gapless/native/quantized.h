@@ -236,9 +236,9 @@ struct Linear<Quantized> {
         });
     }
 
-    // Packs rows as the file has them. place(output): the panel.
+    // Packs rows as the file has them and returns their end. place(output): the panel.
     template <class Take, class Place>
-    void pack(int kind, const uint8_t* data, int count, Take take, Place place) {
+    const uint8_t* pack(int kind, const uint8_t* data, int count, Take take, Place place) {
         with_kind(kind, [&](auto stored) {
             typedef decltype(stored) Kind;
             const long row_size = (long)num_inputs / Kind::INPUTS * Kind::BYTES;
@@ -251,6 +251,7 @@ struct Linear<Quantized> {
             }
             std::fill(panels.begin() + num_panels, panels.end(), memory);
         });
+        return data;
     }
 
   private:

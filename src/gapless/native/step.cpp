@@ -596,7 +596,7 @@ class Engine : public AnyEngine {
 class AnyModel {
   public:
     virtual ~AnyModel() = default;
-    virtual void set_matrix(int part, int layer, const void* data, int kind, int num_outputs, int first) = 0;
+    virtual void set_matrix(int part, int layer, const void* data, int kind, int num_outputs, int first, bool mapped) = 0;
     virtual void lend_matrix(int part, int layer, const int64_t* rows, int num_outputs, int first) = 0;
     virtual void pack_lent() = 0;
     virtual int num_unpacked() const = 0;
@@ -609,8 +609,8 @@ class ModelOf : public AnyModel {
   public:
     ModelOf(const Shape& shape, const LayerShape* layers) : model_(shape, layers) {}
 
-    void set_matrix(int part, int layer, const void* data, int kind, int num_outputs, int first) override {
-        model_.set_matrix(part, layer, data, kind, num_outputs, first);
+    void set_matrix(int part, int layer, const void* data, int kind, int num_outputs, int first, bool mapped) override {
+        model_.set_matrix(part, layer, data, kind, num_outputs, first, mapped);
     }
 
     void lend_matrix(int part, int layer, const int64_t* rows, int num_outputs, int first) override {
@@ -667,8 +667,10 @@ AnyModel* gapless_model(const Shape* shape, const LayerShape* layers, int weight
     });
 }
 
-int gapless_set_matrix(AnyModel* model, int part, int layer, const void* data, int kind, int num_outputs, int first) {
-    return status_of([&] { return model->set_matrix(part, layer, data, kind, num_outputs, first), OK; });
+int gapless_set_matrix(
+    AnyModel* model, int part, int layer, const void* data, int kind, int num_outputs, int first, int mapped
+) {
+    return status_of([&] { return model->set_matrix(part, layer, data, kind, num_outputs, first, mapped), OK; });
 }
 
 int gapless_lend_matrix(AnyModel* model, int part, int layer, const int64_t* rows, int num_outputs, int first) {

@@ -10,7 +10,7 @@ import ctypes
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import torch
@@ -23,7 +23,7 @@ from gapless.core.row_fields import PROCESSED_SCORES
 from gapless.device.base import Buffer, Device
 from gapless.errors import CapacityError
 from gapless.models.config import ModelConfig
-from gapless.models.gguf_scheme import GGUFScheme
+from gapless.models.gguf_scheme import PANEL, PIECE_BYTES, GGUFScheme
 from gapless.models.layers import ExpertWeights, GatedWeights, Norm
 from gapless.models.linear import plain
 from gapless.models.mapped_scheme import MappedScheme
@@ -94,7 +94,9 @@ class NativeModel:
         for layer, spec in enumerate(config.layers):
             self._set_layer(layer, spec, LayerReader(config.names, layer, spec, read))
         positions, where = max_positions or config.max_position_embeddings, (torch.float32, torch.device("cpu"))
-        self.rotary = torch.stack([RotaryTable(rope, config.head_dim, positions, *where).table for rope in ropes])
+        self.rotary = torch.empty(len(ropes), positions, 2, config.head_dim)
+        for number, rope in enumerate(ropes):  # one after the other: with long contexts they are large
+            self.rotary[number] = RotaryTable(rope, config.head_dim, positions, *where).table
         _check(self._library.gapless_pack_lent(self.handle))
         _models.add(self)
 
@@ -161,11 +163,10 @@ class NativeModel:
             where = (self.handle, _PART[part], layer, rows.data_ptr())
             _check(self._library.gapless_lend_matrix(*where, len(rows), 0))
             return
-        pieces = scheme.split(weight) if isinstance(scheme, GGUFScheme) else [(None, weight.dense().contiguous())]
-        for run, rows in pieces:
+        is_mapped = isinstance(scheme, GGUFScheme) and scheme.is_mapped
+        for kind, rows in _pieces(weight):
             where = (self.handle, _PART[part], layer, rows.data_ptr())
-            kind = 0 if run is None else run.kind
-            _check(self._library.gapless_set_matrix(*where, kind, len(rows), first))
+            _check(self._library.gapless_set_matrix(*where, kind, len(rows), first, is_mapped))
             first += len(rows)
 
     def _set_vector(self, part: str, layer: int, values: Tensor) -> None:
@@ -302,6 +303,17 @@ class NativeRunner:
         count = len(picked)
         _check(self._library.gapless_predict(self._engine, int(picked[0]), count, self.logits.data_ptr()))
         return self.logits[:count]
+
+
+def _pieces(weight: Weight) -> Iterator[tuple[int, Tensor]]:
+    """Rows and their kind; those of a mapped file a few at a time, whole panels of them."""
+    scheme = weight.scheme
+    if not isinstance(scheme, GGUFScheme):
+        yield 0, weight.dense().contiguous()
+        return
+    for run, rows in scheme.split(weight):
+        count = max(1, PIECE_BYTES // run.row_bytes // PANEL) * PANEL if scheme.is_mapped else len(rows)
+        yield from ((run.kind, some) for some in torch.split(rows, count))
 
 
 def _dtype(weight: Weight) -> torch.dtype:
