@@ -45,6 +45,12 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         | EXPERTS
         | {"expert_count": 5, "expert_feed_forward_length": 16, "expert_shared_feed_forward_length": 40},
     ),
+    "qwen2moe in blocks": (
+        "qwen2 moe in blocks",
+        RMS_NORM
+        | EXPERTS
+        | {"expert_count": 5, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 160},
+    ),
     "qwen3moe": (
         "qwen3 moe in part",
         RMS_NORM | EXPERTS | {"expert_count": 5, "expert_feed_forward_length": 16, "attention.key_length": 12},
@@ -111,6 +117,9 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
 MORE: dict[str, dict[str, Any]] = {  # cases whose values a GGUF has no place for are left at what it implies
     "qwen2 whole": CASES["qwen2"] | {"use_sliding_window": False},
     "qwen2 moe whole": CASES["qwen2 moe"] | {"use_sliding_window": False},
+    "qwen2 moe in blocks": CASES["qwen2 moe"]
+    | {"use_sliding_window": False, "hidden_size": 64, "moe_intermediate_size": 32}
+    | {"shared_expert_intermediate_size": 160},
     "olmo3 with one base": CASES["olmo3 before version 5"] | {"rope_theta": 500000.0},
     "gpt oss in blocks": CASES["gpt oss"] | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16},
     "smollm3 by default": CASES["smollm3"] | {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
@@ -151,10 +160,12 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(library.why_unavailable() is not None, reason=str(library.why_unavailable()))
-@pytest.mark.parametrize("kind", ["MXFP4", "Q4_0"])
-def test_native_products_with_all_of_gpt_oss_as_it_is_stored(tmp_path: Path, kind: str) -> None:
-    """Sinks, windows, biases of experts and of the router, as in torch with whole numbers."""
-    save(tmp_path, "gpt-oss in blocks", kind, "Q8_0")
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt-oss in blocks", "MXFP4"), ("gpt-oss in blocks", "Q4_0"), ("qwen2moe in blocks", "Q4_1")]
+)
+def test_native_products_with_experts_as_they_are_stored(tmp_path: Path, name: str, kind: str) -> None:
+    """Sinks, windows, biases of experts and of the router, and a shared expert, as in torch with whole numbers."""
+    save(tmp_path, name, kind, "Q8_0")
     prompts, params = [random_tokens().tolist()], SamplingParams(max_tokens=4, temperature=0, logprobs=0)
     found = []
     for options in ({}, {"dtype": "float32", "native": False}):

@@ -160,8 +160,6 @@ def why_not_stored(config: ModelConfig) -> str | None:
         return "the weights are not those of a GGUF"
     if others := [kind for kind in config.kinds if kind not in KINDS.values()]:
         return f"{others[0]} weights"
-    if any(layer.mlp.num_shared for layer in config.layers):
-        return "shared experts"
     kv_size = config.num_kv_heads * config.head_dim
     return f"keys of {kv_size} numbers, which is no multiple of {PANEL}" if kv_size % PANEL else None
 
@@ -171,7 +169,8 @@ def _kinds(file: GGUFFile, config: ModelConfig) -> tuple[str, ...]:
     sizes: Counter[str] = Counter()
     names = config.names
     aside = {f"{names.positions}.weight"}
-    aside |= {f"{names.of_layer(index, names.router)}.weight" for index in range(config.num_layers)}
+    routers = (names.router, names.shared_router)
+    aside |= {f"{names.of_layer(index, name)}.weight" for index in range(config.num_layers) for name in routers}
     for name in weight_shapes(config):
         tensor = file.tensors.get(name)
         if tensor is None or len(tensor.shape) == 1:

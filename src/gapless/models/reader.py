@@ -75,33 +75,39 @@ class LayerReader:
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
         return GatedWeights(gate, up, gate_bias, up_bias, spec.activation)
 
-    def experts(self) -> ExpertWeights:
-        """All of them, one after the other, and their router."""
+    def experts(self, *, cuts_shared: bool = True) -> ExpertWeights:
+        """All of them, one after the other, and their router. cuts_shared: the shared one, into some of their size."""
         spec, names = self._spec.mlp, self.names
         assert spec.experts is not None
         router, bias = self._linear(names.router, spec.experts.router_bias)
         found = self._experts_in_columns(spec) if names.experts_in_columns else self._experts_in_rows(spec)
         if spec.num_shared:
-            router, found = self._with_shared(spec, router, found)
+            last = plain(self._vector(f"{names.shared_router}.weight").view(1, -1))
+            router = stacked(alike((router, last)))
+            found = [*found, *(self._shared_parts(spec) if cuts_shared else [self._shared(spec)])]
             bias = None if bias is None else functional.pad(bias, (0, 1))
         return ExpertWeights(router, bias, tuple(found))
 
-    def _with_shared(
-        self, spec: MlpSpec, router: Weight, experts: list[ExpertWeight]
-    ) -> tuple[Weight, list[ExpertWeight]]:
-        """A row of the router more, the shared expert's gate, and that expert, cut into some of the others' size."""
-        names, more = self.names, []
-        gate, up, down = (
-            self._vector(f"{name}.weight") for name in (names.shared_gate, names.shared_up, names.shared_down)
+    def _shared(self, spec: MlpSpec) -> ExpertWeight:
+        names = self.names
+        (gate, _), (up, _), (down, _) = (
+            self._linear(name, has_bias=False) for name in (names.shared_gate, names.shared_up, names.shared_down)
         )
+        gate, up = alike((gate, up))
+        return ExpertWeight(GatedWeights(gate, up, None, None, spec.activation), down, None)
+
+    def _shared_parts(self, spec: MlpSpec) -> list[ExpertWeight]:
+        """The last one is filled up with zeros."""
+        whole, found = self._shared(spec), []
+        assert whole.gate.gate is not None
+        gate, up, down = (weight.dense() for weight in (whole.gate.gate, whole.gate.up, whole.down))
         rest = spec.num_shared * spec.size - len(up)
         rows = (functional.pad(weight, (0, 0, 0, rest)).chunk(spec.num_shared) for weight in (gate, up))
         columns = functional.pad(down, (0, rest)).chunk(spec.num_shared, 1)
         for some_gate, some_up, some_down in zip(*rows, columns, strict=True):
             inner = GatedWeights(plain(some_gate), plain(some_up), None, None, spec.activation)
-            more.append(ExpertWeight(inner, plain(some_down.contiguous()), None))
-        last = plain(self._vector(f"{names.shared_router}.weight").view(1, -1))
-        return stacked(alike((router, last))), [*experts, *more]
+            found.append(ExpertWeight(inner, plain(some_down.contiguous()), None))
+        return found
 
     def _experts_in_rows(self, spec: MlpSpec) -> list[ExpertWeight]:
         names = self.names

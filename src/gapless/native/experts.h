@@ -23,6 +23,7 @@ struct ExpertWeights {
 // The choices of one step's rows. A phase of one unit calls `group`; until then rows may `choose` side by side.
 class Choices {
   public:
+    // num_shared: 1 where there is a shared expert, else 0
     void resize(int max_rows, int num_experts, int num_chosen, int num_shared, bool of_all) {
         num_experts_ = num_experts, num_chosen_ = num_chosen, num_shared_ = num_shared, of_all_ = of_all;
         num_pairs_ = num_chosen + num_shared;
@@ -32,7 +33,7 @@ class Choices {
     }
 
     // The experts with the largest logits, the largest first, of equal ones the first; and their shares. Behind them the
-    // parts of the shared expert, if there is one: the logit after those of the experts is its gate's.
+    // shared expert, if there is one: the logit after those of the experts is its gate's.
     void choose(int row, const float* logits) {
         int32_t* experts = experts_.data() + (long)row * num_pairs_;
         float* shares = shares_.data() + (long)row * num_pairs_;
@@ -52,9 +53,9 @@ class Choices {
             for (int e = 0; e < num_experts_; e++) total += std::exp(logits[e] - most);
         }
         for (int i = 0; i < num_chosen_; i++) shares[i] /= total;
-        for (int i = 0; i < num_shared_; i++) {
-            experts[num_chosen_ + i] = num_experts_ + i;
-            shares[num_chosen_ + i] = 1.0f / (1.0f + std::exp(-logits[num_experts_]));
+        if (num_shared_) {
+            experts[num_chosen_] = num_experts_;
+            shares[num_chosen_] = 1.0f / (1.0f + std::exp(-logits[num_experts_]));
         }
     }
 

@@ -41,7 +41,7 @@ class CShape(Structure):
         *((name, c_int32) for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")),
         *((name, c_int32) for name in ("head_dim", "inner_size", "tied", "head_norm", "layer_norm", "norm_before")),
         *((name, c_int32) for name in ("norm_after", "parallel", "gated", "activation")),
-        *((name, c_int32) for name in ("num_experts", "num_chosen", "num_shared", "shares_of_all", "num_positions")),
+        *((name, c_int32) for name in ("num_experts", "num_chosen", "shared_size", "shares_of_all", "num_positions")),
         *((name, c_float) for name in ("eps", "last_eps", "embedding_scale", "logit_cap")),
     ]
 

@@ -28,16 +28,17 @@ struct Shape {
     int32_t gated;
     int32_t activation;     // one of Activation
     int32_t num_experts, num_chosen;  // of each layer, the shared one aside; 0: there are none
-    int32_t num_shared;               // parts of an expert that every row has, after the others
+    int32_t shared_size;              // of an expert that every row has, after the others; 0: there is none
     int32_t shares_of_all;            // shares of the chosen do not add up to 1
     int32_t num_positions;  // that have a row of a table of their own; 0: there is no such table
     float eps, last_eps, embedding_scale;
     float logit_cap;  // 0: none
 
     int q_size() const { return num_heads * head_dim; }
-    int all_experts() const { return num_experts + num_shared; }
-    int num_pairs() const { return num_chosen + num_shared; }               // of a row
-    int num_routed() const { return num_experts + (num_shared ? 1 : 0); }  // logits of the router
+    int num_shared() const { return shared_size ? 1 : 0; }
+    int all_experts() const { return num_experts + num_shared(); }  // as many as logits of the router
+    int num_pairs() const { return num_chosen + num_shared(); }     // of a row
+    int expert_size(int expert) const { return expert < num_experts ? inner_size : shared_size; }
     int kv_size() const { return num_kv_heads * head_dim; }
     int qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
 };
@@ -133,7 +134,7 @@ class Model {
     Model(const Shape& shape, const LayerShape* layer_shapes) : shape(shape), layers(shape.num_layers) {
         const int hidden = shape.hidden_size, inner = shape.inner_size;
         if (!shape.tied) make_table();
-        zeros_ = vectors_.take<Weight>(std::max({hidden, inner, shape.q_size()}));
+        zeros_ = vectors_.take<Weight>(std::max({hidden, inner, shape.shared_size, shape.q_size()}));
         if (shape.num_positions) places = arena_.take<Weight>((long)shape.num_positions * hidden);
         for (Layer<T>& layer : layers) {
             layer.shape = *layer_shapes++;
@@ -294,11 +295,12 @@ class Model {
     }
 
     void make(ExpertWeights<T>& experts) {
-        const int hidden = shape.hidden_size, inner = shape.inner_size;
-        make(experts.router, shape.num_routed(), hidden);
-        if (QUANTIZED) experts.router_table = arena_.take<float>((long)shape.num_routed() * hidden);
+        const int hidden = shape.hidden_size;
+        make(experts.router, shape.all_experts(), hidden);
+        if (QUANTIZED) experts.router_table = arena_.take<float>((long)shape.all_experts() * hidden);
         experts.gate_up.resize(shape.all_experts()), experts.down.resize(shape.all_experts());
         for (int e = 0; e < shape.all_experts(); e++) {
+            const int inner = shape.expert_size(e);
             make(experts.gate_up[e], inner, hidden, 2 * panels(inner));
             make(experts.down[e], hidden, inner);
         }

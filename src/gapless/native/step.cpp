@@ -176,12 +176,14 @@ class Engine : public AnyEngine {
         heads_ = memory_.take<float>((long)room * s.qkv_size());
         normed_ = memory_.take<Input>((long)room * normed_stride_);
         mixed_ = memory_.take<Input>((long)room * mixed_stride_);
-        inner_ = memory_.take<Input>((long)room * std::max(1, s.num_pairs()) * inner_stride_);
+        inner_ = memory_.take<Input>((long)room * std::max(1, s.num_chosen) * inner_stride_);
         if (s.num_experts) {
-            router_logits_ = memory_.take<float>((long)room * s.num_routed());
+            shared_stride_ = T::num_inputs(s.shared_size);
+            shared_inner_ = memory_.take<Input>((long)room * shared_stride_);
+            router_logits_ = memory_.take<float>((long)room * s.all_experts());
             grouped_ = memory_.take<Input>((long)room * s.num_pairs() * normed_stride_);
             results_ = memory_.take<float>((long)room * s.num_pairs() * s.hidden_size);
-            choices_.resize(room, s.num_experts, s.num_chosen, s.num_shared, s.shares_of_all);
+            choices_.resize(room, s.num_experts, s.num_chosen, s.num_shared(), s.shares_of_all);
         }
         if (s.norm_after) product_ = memory_.take<float>((long)room * s.hidden_size);
         picked_hidden_ = memory_.take<float>((long)room * s.hidden_size);
@@ -432,13 +434,12 @@ class Engine : public AnyEngine {
 
     void gate(const Linear<T>& linear, int num_rows, int thread) {
         const int together = TOGETHER * (model_.shape.gated ? 2 : 1);
-        run_product(thread, linear, num_rows, together, normed_, normed_stride_, to_inner(linear, inner_));
+        run_product(thread, linear, num_rows, together, normed_, normed_stride_, to_inner(linear, inner_, inner_stride_));
     }
 
     // What becomes of the tiles of gate and up, or of up alone: activated inputs of the next product.
-    auto to_inner(const Linear<T>& linear, Input* out) const {
+    auto to_inner(const Linear<T>& linear, Input* out, long stride) const {
         const int kind = model_.shape.activation, sides = model_.shape.gated ? 2 : 1;
-        const long stride = inner_stride_;
         return [=, &linear](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
             auto sum = [&](int n, int m) {
                 const vec y = load(sums + (n * tile_rows + m) * LANES);
@@ -467,7 +468,7 @@ class Engine : public AnyEngine {
             norm_row(row, norm, s.eps, normed_floats_[thread].data());
             row = normed_floats_[thread].data();
         }
-        for (int e = 0; e < s.num_routed(); e++) {
+        for (int e = 0; e < s.all_experts(); e++) {
             const float* weight = experts.router_table + (long)e * size;
             vec products{};
             for (int k = 0; k < size; k += LANES)
@@ -476,12 +477,23 @@ class Engine : public AnyEngine {
         }
     }
 
+    struct Inner {
+        Input* rows;
+        long stride;
+    };
+
+    // What an expert's gate and up make of its pairs, which begin at `start`. The shared one has all rows, and its own size.
+    Inner inner_of(int expert, long start) const {
+        if (expert == model_.shape.num_experts) return {shared_inner_, shared_stride_};
+        return {inner_ + start * inner_stride_, inner_stride_};
+    }
+
     // What the chosen experts make of the normalized rows, added to the stream. Rows of one expert lie side by side.
     void add_experts(const ExpertWeights<T>& experts, const Norm& norm, float* hidden, int num_rows, int thread) {
         if (num_rows == 0) return;
         const Shape& s = model_.shape;
         const int size = s.hidden_size, num_pairs = s.num_pairs(), num_threads = team_.size();
-        const int num_logits = s.num_routed();
+        const int num_logits = s.all_experts();
         if constexpr (QUANTIZED)
             each_row(thread, num_rows, [&](int i) {
                 route(experts, norm, hidden + (long)i * size, router_logits_ + (long)i * num_logits, thread);
@@ -499,7 +511,8 @@ class Engine : public AnyEngine {
             const Linear<T>& linear = experts.gate_up[e];
             const long start = choices_.start(e);
             const Cut<T> cut(linear, choices_.count(e), 2 * TOGETHER, num_threads);
-            auto done = to_inner(linear, inner_ + start * inner_stride_);
+            const Inner inner = inner_of(e, start);
+            auto done = to_inner(linear, inner.rows, inner.stride);
             multiply(linear, cut, mine, grouped_ + start * normed_stride_, normed_stride_, done);
         });
         team_.phase(thread, choices_.num_down_units.load(std::memory_order_relaxed), [&](int unit) {
@@ -508,7 +521,8 @@ class Engine : public AnyEngine {
             const long start = choices_.start(e);
             const Cut<T> cut(linear, choices_.count(e), 1, num_threads);
             auto done = to_rows(linear, results_ + start * size, size);
-            multiply(linear, cut, mine, inner_ + start * inner_stride_, inner_stride_, done);
+            const Inner inner = inner_of(e, start);
+            multiply(linear, cut, mine, inner.rows, inner.stride, done);
         });
         each_row(thread, num_rows, [&](int i) {
             float* to = hidden + (long)i * size;
@@ -580,12 +594,13 @@ class Engine : public AnyEngine {
     std::vector<std::vector<float>> normed_floats_;  // of each thread: a row before it is quantized
     std::vector<int64_t> ids_, positions_, table_rows_;
     std::vector<QueryTile> tiles_;
-    long normed_stride_, mixed_stride_, inner_stride_, best_stride_;
+    long normed_stride_, mixed_stride_, inner_stride_, shared_stride_ = 0, best_stride_;
     float *hidden_, *heads_;           // [tokens][hidden_size], [tokens][qkv_size]
     float* product_ = nullptr;         // [tokens][hidden_size], where products are normalized before they are added
     Input *normed_, *mixed_, *inner_;  // [tokens][stride]; what pads a row stays zero
     float* picked_hidden_;             // [picked][hidden_size]
     Input* picked_mixed_;
+    Input* shared_inner_ = nullptr;   // the same of the shared expert
     Choices choices_;                 // of experts, as the following ones
     float* router_logits_ = nullptr;  // [tokens][logits]
     Input* grouped_ = nullptr;        // [pairs][stride]: normed rows, one expert after the other

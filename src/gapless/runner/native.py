@@ -122,7 +122,7 @@ class NativeModel:
             self._set_gate("", layer, weights.gate())
             self._set_linear("DOWN", layer, *weights.down())
         else:
-            self._set_experts(layer, weights.experts())
+            self._set_experts(layer, weights.experts(cuts_shared=False))
         norms = (*weights.norms_before(), *weights.norms_after())
         for part, norm in zip(("FIRST_NORM", "SECOND_NORM", "FIRST_AFTER", "SECOND_AFTER"), norms, strict=True):
             if norm is not None:
@@ -349,7 +349,7 @@ def _shape(config: ModelConfig, dtype: torch.dtype) -> native.CShape:
         activation=get_args(Activation).index(layer.mlp.activation),
         num_experts=0 if experts is None else experts.count,
         num_chosen=0 if experts is None else experts.num_chosen,
-        num_shared=layer.mlp.num_shared,
+        shared_size=0 if experts is None else experts.shared_size,
         shares_of_all=experts is not None and not experts.is_normalized,
         num_positions=config.max_position_embeddings if config.learned_positions else 0,
         eps=norm.eps,
