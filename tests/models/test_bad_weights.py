@@ -19,11 +19,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from test_gguf_families import save as save_family
 from tiny_models import full_logits, load, random_tokens, save_gguf, save_hf
 
 from gapless.errors import CorruptModel, ModelError, UnsupportedModel
 from gapless.models.gguf_file import GGUFFile, GGUFTensor
+from gapless.models.loader import load_config
 from gapless.models.safetensors_file import SafetensorsFile
+from gapless.models.source import resolve
 
 FORMATS = ("single", "sharded", "gguf")
 HF, GGUF = "model.layers.0.self_attn.q_proj.weight", "blk.0.attn_q.weight"
@@ -248,3 +251,32 @@ def test_gguf_headers_never_escape_the_error_tree(
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_keys) + header)
     with suppress(ModelError):
         GGUFFile(path).check()
+
+
+def test_the_config_of_a_gguf_without_its_end_is_refused(tmp_path: Path) -> None:
+    """So that nothing is made for such a model, and `gapless info` does not describe it."""
+    damaged = Damaged(tmp_path, "gguf")
+    damaged.cut()
+    with pytest.raises(CorruptModel, match=f"the file ends inside tensor {damaged.tensor}"):
+        load_config(resolve(damaged.path))
+
+
+def test_a_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
+    save_gguf(tmp_path / "m.gguf", "llama", split__count=3)
+    with pytest.raises(UnsupportedModel, match=r"m\.gguf: is one of 3 parts"):
+        load_config(resolve(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize("name", ["blk.1.ffn_up_exps.bias", "blk.0.ffn_down_exps.weight", "blk.0.attn_sinks.weight"])
+@pytest.mark.parametrize("is_there", [False, True], ids=["missing", "misshapen"])
+def test_experts_and_sinks_of_a_gguf(tmp_path: Path, name: str, is_there: bool) -> None:
+    save_family(tmp_path, "gpt-oss")
+    path = tmp_path / "m.gguf"
+    content = path.read_bytes()
+    if is_there:
+        at = content.index(name.encode()) + len(name) + 4  # the size of a row
+        path.write_bytes(content[:at] + struct.pack("<Q", 3) + content[at + 8 :])
+    else:
+        path.write_bytes(content.replace(name.encode(), name.replace("e", "_").encode()))
+    with pytest.raises(CorruptModel, match=rf"m\.gguf: .*{name}"):
+        load(path)

@@ -52,6 +52,7 @@ def load_config(source: ModelSource) -> ModelConfig:
                 f"{source.path}: is one of {shown(count)} parts; make them one file with `llama-gguf-split --merge`"
             )
         config = gguf_config(file)
+        file.check()  # a file that was not downloaded to its end shows before anything else is made
         return replace(config, kinds=_kinds(file, config))
     generation = read_object(source.path / "generation_config.json", optional=True)
     return _with_ends(source, hf_config(read_object(source.path / "config.json"), generation, source.path))
