@@ -29,7 +29,7 @@ from gapless.pipeline.executor import Executor, LocalExecutor
 from gapless.pipeline.loop import run_loop
 from gapless.proof.rule import Rule
 from gapless.runner.runner import Runner
-from gapless.runner.sampler import sample, uniform
+from gapless.runner.sampler import pick, uniform
 from gapless.runner.step import Step
 
 VOCAB = 61
@@ -96,7 +96,7 @@ class ToyAttention:
 def toy_runner(device: Device, limits: Limits) -> Runner:
     kv = device.buffer("kv", ((limits.num_blocks + 1) * limits.block_size,), torch.int64)
     attention = ToyAttention(kv.tensor, limits.block_size)
-    return Runner(device, limits, ToyKV(kv), Step(ToyModel(), attention, sample))  # type: ignore[arg-type]
+    return Runner(device, limits, ToyKV(kv), Step(ToyModel(), attention, pick))  # type: ignore[arg-type]
 
 
 def toy_truth(request: Request, rule: Rule | None = None) -> list[int]:
@@ -135,7 +135,21 @@ def check_toy_logprobs(request: Request) -> None:
             assert found[index] is None
             continue
         terms = (torch.tensor(tokens[:index]) + 1) * _powers()[:index]
-        oracles.check_logprob(found[index], token, _logits(terms.sum()[None])[0].numpy(), num_top)
+        logits = _logits(terms.sum()[None])[0].numpy()
+        if wanted.logprobs_mode == "processed_logprobs" and index >= request.num_prompt:
+            logits = _drawn_from(request, logits, tokens[:index])
+        oracles.check_logprob(found[index], token, logits, num_top)
+
+
+def _drawn_from(request: Request, logits: np.ndarray, tokens: list[int]) -> np.ndarray:
+    """The logarithms of the probabilities by which a token is drawn after these."""
+    count, params = request.num_prompt, request.params
+    logits = oracles.adjust(logits, params, tokens[:count], tokens[count:])
+    if len(tokens) + 1 - count <= params.min_tokens:
+        logits[list(request.stop_ids)] = -np.inf
+    shares = oracles.distribution(logits, params if params.temperature > 0 else SamplingParams(temperature=1))
+    with np.errstate(divide="ignore"):
+        return np.log(shares)
 
 
 def toy_request(id: str, prompt: Sequence[int], *, seed: int = 0, limits: Limits = LIMITS, **params: object) -> Request:

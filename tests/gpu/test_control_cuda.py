@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -63,3 +64,35 @@ def test_tokens_are_the_same_at_any_depth_and_when_preempted(model: Path) -> Non
         if number % len(KINDS) == 5:
             assert not {3, 4} & set(tokens)
             assert not {(5, 5), (5, 6)} & set(pairwise(tokens))
+
+
+def test_log_probabilities_of_processed_logits_come_from_replays(model: Path) -> None:
+    """In one batch with those of the model's own. Each is the share that its filters and penalties leave the token."""
+    modes = ("processed_logprobs", "raw_logprobs")
+    kinds = ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}, {"typical_p": 0.6}, {"logit_bias": {5: 30.0}}, {})
+    params = [
+        SamplingParams(temperature=0.7, seed=7, max_tokens=12, ignore_eos=True, logprobs=20, logprobs_mode=mode, **kind)
+        for kind in kinds
+        for mode in modes
+    ]
+    common = {"load_format": "dummy", "dtype": "bfloat16", "device": "cuda", "max_num_rows": 16, "max_model_len": 512}
+    with LLM(model, batch_invariant=True, **common) as llm:
+        found = llm.generate([[3, 1, 4, 1, 5]] * len(params), params)
+        ledger = llm.engine.monitor.ledger()
+    assert not [name for name in ledger if name.startswith((PREFIX, "no graph"))], ledger
+    for kind, processed, raw in zip(kinds, found[::2], found[1::2], strict=True):
+        assert processed.token_ids == raw.token_ids
+        for drawn, own in zip(processed.logprobs, raw.logprobs, strict=True):
+            assert drawn.token == own.token
+            assert math.isfinite(drawn.logprob)
+            alive = [value for _, value in drawn.top if value > -math.inf]
+            total = sum(math.exp(value) for value in alive)
+            assert total < 1.0001
+            if "top_k" in kind:
+                assert total == pytest.approx(1, abs=1e-3)
+                scaled = [value / 0.7 for _, value in own.top if value >= own.top[2][1]]  # equals of the third stay
+                expected = [value - math.log(sum(map(math.exp, scaled))) for value in scaled]
+                assert alive == pytest.approx(expected, abs=2e-3)
+            if "logit_bias" in kind:
+                assert drawn.token == 5
+                assert drawn.logprob > own.logprob

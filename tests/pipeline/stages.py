@@ -173,7 +173,7 @@ def end_mixed(packed, tokens, inputs, last_token, length, counts, out) -> None:
     last_token[-1] = length[-1] = 0
 
 
-def score_samples(logits, tokens, places, num_top, out) -> None:
+def score_samples(logits, tokens, places, num_top, out, basis=None) -> None:
     """What the kernel of this name does."""
     most = min(MAX_LOGPROBS, logits.shape[1])
     found = score(logits, tokens.clamp(min=0), most)

@@ -85,7 +85,7 @@ def test_tokens_are_those_of_the_torch_sampler(temperature: float, masked: int) 
     for seed in range(9 if IS_GPU else 1):
         logits = torch.from_numpy(random_logits(seed, len(kinds), VOCAB)).to(DEVICE)
         expected = sample(logits, sampled, needs).tolist()
-        assert pick(logits, sampled, ALL_NEEDS, sizes=SMALL).tolist() == expected
+        assert pick(logits, sampled, ALL_NEEDS, sizes=SMALL).tokens.tolist() == expected
 
 
 def test_stop_tokens_that_may_not_come_yet_do_not_count() -> None:
@@ -99,7 +99,7 @@ def test_stop_tokens_that_may_not_come_yet_do_not_count() -> None:
     columns["stop_ids"][:, 0], columns["min_total"][:] = 7, 99
     needs |= need("min_total")
     expected = sample(logits, sampled, needs).tolist()
-    assert pick(logits, sampled, ALL_NEEDS, sizes=SMALL).tolist() == expected
+    assert pick(logits, sampled, ALL_NEEDS, sizes=SMALL).tokens.tolist() == expected
     assert 7 not in expected
 
 
@@ -108,7 +108,7 @@ def test_a_row_without_a_largest_logit_has_no_sample() -> None:
     sampled, _, _ = scene(kinds, 1.0, masked=99)
     for value in (torch.nan, -torch.inf, torch.inf):
         logits = torch.full((len(kinds), VOCAB), value, device=DEVICE)
-        assert pick(logits, sampled, ALL_NEEDS, sizes=SMALL).tolist() == [NO_SAMPLE] * len(kinds)
+        assert pick(logits, sampled, ALL_NEEDS, sizes=SMALL).tokens.tolist() == [NO_SAMPLE] * len(kinds)
 
 
 @pytest.mark.parametrize("kind", ["all", "sigma", "typical"])
@@ -121,7 +121,7 @@ def test_tokens_come_as_often_as_they_are_likely(kind: str) -> None:
     state = RowState(*(getattr(store.state, field.name).to(DEVICE) for field in fields(RowState)))
     places = torch.arange(count, device=DEVICE)
     sampled = SampledRows(torch.zeros_like(places), places, state)
-    found = pick(torch.from_numpy(np.repeat(one, count, 0)).to(DEVICE), sampled, ALL_NEEDS, sizes=SMALL)
+    found = pick(torch.from_numpy(np.repeat(one, count, 0)).to(DEVICE), sampled, ALL_NEEDS, sizes=SMALL).tokens
     shares = oracles.distribution(oracles.adjust(one[0], params, prompt, output), params)
     counts = np.bincount(found.cpu().numpy(), minlength=vocab)
     assert not counts[shares == 0].any()

@@ -35,7 +35,7 @@ from gapless.runner.kits.cpu import CpuKit
 from gapless.runner.kits.cuda import choose_attention
 from gapless.runner.resolve import resolve
 from gapless.runner.runner import Runner
-from gapless.runner.sampler import sample
+from gapless.runner.sampler import pick
 from gapless.runner.step import Step
 from tiny import CPU
 
@@ -240,7 +240,7 @@ class LibraryKit(CpuKit):
         assert group is ONE_RANK
         kv = make_kv_store(device, resolved, heads_first=False)
         attention, choice = choose_attention(device, kv, resolved)
-        runner = Runner(device, resolved.limits, kv, Step(model, attention, sample))
+        runner = Runner(device, resolved.limits, kv, Step(model, attention, pick))
         return Built(resolved, device, runner, in_blocks(kv, resolved), attention=choice)
 
 

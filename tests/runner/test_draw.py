@@ -59,7 +59,7 @@ def both(logits: torch.Tensor, seats: torch.Tensor, needs: int, places: torch.Te
     """Tokens of the kernel and of the torch sampler; all that a graph is recorded with runs, needed or not."""
     sampled = sampled_rows(places, seats)
     expected = sample(logits.clone(), sampled, needs)
-    found = pick(logits, sampled, ALL_NEEDS, sizes=SMALL)
+    found = pick(logits, sampled, ALL_NEEDS, sizes=SMALL).tokens
     return found.tolist(), expected.tolist()
 
 
@@ -78,7 +78,7 @@ def test_the_best_of_logits_that_bfloat16_cannot_tell_apart(params: SamplingPara
     logits[:, 70], logits[:, 100] = 20.0, 20.01
     seats, _ = make_seats([params] * 24, seeds=range(24))
     sampled = sampled_rows(torch.arange(24, device=DEVICE), seats)
-    assert set(pick(logits, sampled, ALL_NEEDS, sizes=SMALL).tolist()) == {100}
+    assert set(pick(logits, sampled, ALL_NEEDS, sizes=SMALL).tokens.tolist()) == {100}
 
 
 def test_rows_of_every_kind_share_a_batch() -> None:
@@ -133,7 +133,7 @@ def test_very_low_temperatures_are_greedy(temperature: float) -> None:
     logits = some_logits(4)
     kinds = [SamplingParams(temperature=temperature), SamplingParams(temperature=temperature, top_k=3, top_p=0.9)] * 2
     seats, _ = make_seats(kinds, seeds=range(4))
-    found = pick(logits, sampled_rows(torch.arange(4, device=DEVICE), seats), ALL_NEEDS, sizes=SMALL)
+    found = pick(logits, sampled_rows(torch.arange(4, device=DEVICE), seats), ALL_NEEDS, sizes=SMALL).tokens
     assert found.tolist() == logits.argmax(dim=1).tolist()
 
 
@@ -188,7 +188,7 @@ def test_any_row_gets_the_token_of_the_torch_sampler(
     seats, needs = make_seats(params, range(seed, seed + count), stops, [99] * count)
     sampled = sampled_rows(torch.arange(count, device=DEVICE) + seed % 50, seats)
     given_ = torch.from_numpy(np.stack(logits)).to(DEVICE)
-    found = pick(given_, sampled, ALL_NEEDS, sizes=sizes).tolist()
+    found = pick(given_, sampled, ALL_NEEDS, sizes=sizes).tokens.tolist()
     judged = np.where(np.isnan(logits), -np.inf, np.stack(logits))  # NaN counts as nothing
     expected = sample(torch.from_numpy(judged).to(DEVICE), sampled, needs).tolist()
     for i, token in enumerate(found):
@@ -204,7 +204,7 @@ def test_tokens_come_as_often_as_they_are_likely(kind: str) -> None:
     seats, _ = make_seats([params], seeds=[5])
     places = torch.arange(count, device=DEVICE)
     sampled = SampledRows(torch.zeros_like(places), places, on_device(seats))
-    found = pick(torch.from_numpy(one).to(DEVICE).repeat(count, 1), sampled, ALL_NEEDS, sizes=SMALL)
+    found = pick(torch.from_numpy(one).to(DEVICE).repeat(count, 1), sampled, ALL_NEEDS, sizes=SMALL).tokens
     shares = oracles.distribution(one, params)
     counts = np.bincount(found.cpu().numpy(), minlength=10)
     assert not counts[shares == 0].any()

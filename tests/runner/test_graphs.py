@@ -22,9 +22,11 @@ from gapless.core.request import IntArray, Request
 from gapless.device.cpu import CpuDevice, InlineDriver
 from gapless.pipeline.executor import LocalExecutor
 from gapless.runner import capture, graphs, ladder
+from gapless.runner.draw import pick
 from gapless.runner.fill import Filled
 from gapless.runner.graphs import GraphRunner
 from gapless.runner.ladder import decode_shapes, mixed_shapes
+from gapless.runner.step import Sampler
 from toy import LIMITS, check_toy_logprobs, run_toy, toy_request, toy_requests, toy_runner, toy_truth
 
 
@@ -61,15 +63,17 @@ def graph_runner(
     limits: Limits = LIMITS,
     *,
     processed: bool = False,
+    sampler: Sampler | None = None,
 ) -> GraphRunner:
     inner = toy_runner(device, limits)
+    inner._step.sampler = sampler or inner._step.sampler
     return GraphRunner(inner, inner._step, limits, device, progress, processed=processed)
 
 
-def run_with_graphs(requests: list[Request], limits: Limits = LIMITS) -> GraphRunner:
+def run_with_graphs(requests: list[Request], limits: Limits = LIMITS, sampler: Sampler | None = None) -> GraphRunner:
     """All steps through a graph runner; every token must be the true one."""
     device = CpuDevice(driver=InlineDriver())
-    runner = graph_runner(device, limits=limits)
+    runner = graph_runner(device, limits=limits, sampler=sampler)
     outcome = run_toy(LocalExecutor(device, runner, limits, 2), requests, depth=2, limits=limits)
     assert outcome.tokens == {request.id: toy_truth(request) for request in requests}
     assert runner._runner.rows.length[-1] == 0
@@ -120,6 +124,19 @@ def test_log_probabilities_of_samples_come_from_replays() -> None:
     for request, num_top in zip(requests, (2, None, 0, 20, 1), strict=False):
         request.params = replace(request.params, logprobs=num_top)
     assert not run_with_graphs(requests).ledger
+    for request in requests:
+        check_toy_logprobs(request)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_log_probabilities_of_processed_logits_come_from_replays() -> None:
+    """Beside those of raw ones, of a row without any, and with the sampler's kernels."""
+    requests = toy_requests()[1:4]
+    modes: tuple[dict[str, Any], ...] = ({"logprobs_mode": "processed_logprobs"}, {})
+    requests += [toy_request("z", [7, 8], max_tokens=4, temperature=0.9, logit_bias={7: 3}, seed=3)]
+    for request, mode in zip(requests, (*modes, *modes[:1]), strict=False):
+        request.params = replace(request.params, logprobs=7, **mode)
+    assert not run_with_graphs(requests, sampler=pick).ledger
     for request in requests:
         check_toy_logprobs(request)
 

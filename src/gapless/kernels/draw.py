@@ -81,18 +81,21 @@ def _compare(values, x, count, top, warmth, ROOM: tl.constexpr):
 
 @triton.jit
 def _draw_listed(values, ids, count, top, warmth, top_k, total, top_p, floor, uniform, ROOM: tl.constexpr):
-    """A token of the shortlist, from what top-k, then top-p, then min-p (`floor`) leave standing.
+    """A token of the shortlist from what top-k, then top-p, then min-p (`floor`) leave standing, and the least of it.
 
     Without top-k, which is 0 then, top-p is a share of `total`, the mass of the whole row.
     """
     x, token = load_list(values, ids, count, ROOM)
     larger, above = _compare(values, x, count, top, warmth, ROOM)
-    weight = tl.where(larger < tl.where(top_k > 0, top_k, ROOM), tl.exp((x - top) * warmth), 0.0)
+    is_kept = (larger < tl.where(top_k > 0, top_k, ROOM)) & (x > -float("inf"))
+    weight = tl.where(is_kept, tl.exp((x - top) * warmth), 0.0)
     share = tl.where(top_k > 0, tl.sum(weight, axis=0), total.to(tl.float32)) * top_p
     share = tl.where(top_p < 1, share, float("inf"))
-    weight = tl.where((larger == 0) | ((above < share) & (x >= floor)), weight, 0.0)
+    is_kept = is_kept & ((larger == 0) | ((above < share) & (x >= floor)))
+    weight = tl.where(is_kept, weight, 0.0)
     slot, _ = slot_at(weight, uniform * tl.sum(weight.to(tl.float64), axis=0), ROOM)
-    return tl.sum(tl.where(tl.arange(0, ROOM) == slot, token, 0), axis=0)
+    least = tl.min(tl.where(is_kept, x, top), axis=0)
+    return tl.sum(tl.where(tl.arange(0, ROOM) == slot, token, 0), axis=0), least
 
 
 @triton.jit
@@ -101,7 +104,10 @@ def _draw_filtered(
     VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
     FIRST: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row with filters; UNSETTLED where the longest shortlist does not show all that they keep."""
+    """The token of a row with filters, and the least logit that they keep.
+
+    UNSETTLED where the longest shortlist does not show all of those.
+    """
     goal = tl.where((top_k > 0) | (top_p >= 1), 0.0, total * (top_p + (1 - top_p) * SPARE)).to(tl.float32)
     least = tl.maximum(top_k, FIRST)
     count = least * 0
@@ -120,12 +126,15 @@ def _draw_filtered(
         is_enough = is_enough & (count <= ROOM)
         least = tl.where(count <= ROOM, 4 * least, ROOM + 1)
     token = tl.full([], UNSETTLED, tl.int32)
+    kept = top
     if is_enough:
         if count <= ROOM // 4:  # most lists are short
-            token = _draw_listed(values, ids, count, top, warmth, top_k, total, top_p, floor, uniform, ROOM // 4)
+            token, kept = _draw_listed(
+                values, ids, count, top, warmth, top_k, total, top_p, floor, uniform, ROOM // 4
+            )  # fmt: skip
         else:
-            token = _draw_listed(values, ids, count, top, warmth, top_k, total, top_p, floor, uniform, ROOM)
-    return token
+            token, kept = _draw_listed(values, ids, count, top, warmth, top_k, total, top_p, floor, uniform, ROOM)
+    return token, kept
 
 
 @triton.jit
@@ -155,7 +164,7 @@ def _first_of_largest(
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _pick(
     logits, adjusted, rows, places, is_adjusted, temperatures, top_ps, min_ps, top_ks, seeds, stop_ids, min_total,
-    maxima, sums, near, values, ids, tokens,
+    maxima, sums, near, values, ids, tokens, bounds,
     VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
     FIRST: tl.constexpr, ROOM: tl.constexpr, NUM_STOPS: tl.constexpr, NO_SAMPLE: tl.constexpr,
     SEAT_WORDS: tl.constexpr, PDL: tl.constexpr,
@@ -175,6 +184,7 @@ def _pick(
     top = tl.max(largest, axis=0)
     temperature = tl.load(temperatures + seat)
     token = tl.full([], NO_SAMPLE, tl.int32)
+    kept = tl.full([], -float("inf"), tl.float32)
     if (top > -float("inf")) & (top < float("inf")):
         if temperature > 0:
             warmth = warmth_of(temperature)
@@ -187,7 +197,7 @@ def _pick(
                 mass = tl.load(sums + tile, mask=here, other=0.0) * tl.exp((largest - top) * warmth)
             total = tl.sum(mass.to(tl.float64), axis=0)
             if (top_k > 0) | (top_p < 1) | (floor > -float("inf")):
-                token = _draw_filtered(
+                token, kept = _draw_filtered(
                     base, stops, num_stops, largest, mass, near + i * NUM_TILES, values + i * ROOM, ids + i * ROOM,
                     top, warmth, top_k, total, top_p, floor, uniform,
                     VOCAB, TILE, NUM_TILES, TILES, CHUNK, FIRST, ROOM,
@@ -198,6 +208,8 @@ def _pick(
         else:
             token = _first_of_largest(base, stops, num_stops, largest, top, VOCAB, TILE, TILES)
     tl.store(tokens + i, token.to(tl.int64))
+    tl.store(bounds + 2 * i, top)
+    tl.store(bounds + 2 * i + 1, kept)
 
 
 def draw(
@@ -207,14 +219,15 @@ def draw(
     places: torch.Tensor,
     fields: Mapping[str, torch.Tensor],
     sizes: ShortlistSizes = SIZES,
-) -> torch.Tensor:
-    """Tokens [n] int64 for logits [n, vocab] of rows [n], which will have these places [n].
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [n] int64 for logits [n, vocab] of rows [n], which will have these places [n]; and bounds (Basis).
 
     adjusted [n, vocab] float32: read in place of the logits for rows whose field `adjusted` says so.
     fields: of all rows, as views of their seats.
     """
     num_rows, vocab = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    bounds = torch.empty(num_rows, 2, dtype=torch.float32, device=logits.device)
     figures = Figures.empty(logits, sizes)
     stops = (fields["stop_ids"], fields["min_total"])
     asked = [fields[name] for name in ("temperature", "top_p", "min_p", "top_k", "seed")]
@@ -225,11 +238,11 @@ def draw(
         num_warps=8, **sizes.survey(vocab), **common,
     )  # fmt: skip
     _pick[(num_rows,)](
-        logits, adjusted, rows, places, fields["adjusted"], *asked, *stops, *figures.all(), tokens,
+        logits, adjusted, rows, places, fields["adjusted"], *asked, *stops, *figures.all(), tokens, bounds,
         NO_SAMPLE=NO_SAMPLE, num_warps=8, maxnreg=MAX_REGISTERS, **sizes.search(vocab), **common,
     )  # fmt: skip
     pick_by_passes[(num_rows,)](
-        logits, adjusted, rows, places, fields["adjusted"], *asked, *stops, figures.maxima, tokens,
+        logits, adjusted, rows, places, fields["adjusted"], *asked, *stops, figures.maxima, tokens, bounds,
         num_warps=16, **sizes.passes(vocab), **common,
     )  # fmt: skip
-    return tokens
+    return tokens, bounds

@@ -122,7 +122,7 @@ def _token_at(base, stops, num_stops, top, warmth, floor, target, VOCAB: tl.cons
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def pick_by_passes(
     logits, adjusted, rows, places, is_adjusted, temperatures, top_ps, min_ps, top_ks, seeds, stop_ids, min_total,
-    maxima, tokens,
+    maxima, tokens, bounds,
     VOCAB: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr,
     SEAT_WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -157,3 +157,4 @@ def pick_by_passes(
         target = uniform * _mass(base, stops, num_stops, top, warmth, floor, VOCAB, BLOCK)
         token = _token_at(base, stops, num_stops, top, warmth, floor, target, VOCAB, BLOCK)
         tl.store(tokens + i, token.to(tl.int64))
+        tl.store(bounds + 2 * i + 1, floor)

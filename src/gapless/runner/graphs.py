@@ -23,7 +23,6 @@ import torch
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan, score_width
 from gapless.core.request import IntArray
-from gapless.core.row_fields import PROCESSED_SCORES
 from gapless.device.base import COMPUTE, STREAMS, Buffer, Device
 from gapless.garbage import collections_paused
 from gapless.kernels.ahead import compiled_ahead
@@ -286,8 +285,6 @@ class GraphRunner:
 
 
 def _why_no_graph(plan: Plan) -> str | None:
-    if plan.needs & PROCESSED_SCORES:
-        return "no graph: processed log-probabilities"
     return "no graph: block copies" if len(plan.block_copies) else None
 
 

@@ -157,7 +157,7 @@ class Halves:
         )
 
     def _score(self, found: Outputs, places: torch.Tensor, num_top: torch.Tensor) -> None:
-        score_samples(found.logits, found.tokens, places, num_top, self.scores)
+        score_samples(found.logits, found.tokens, places, num_top, self.scores, found.basis)
 
 
 def decode_size(num_rows: int, limits: Limits) -> int:

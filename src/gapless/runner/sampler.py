@@ -11,6 +11,7 @@ import torch
 from gapless.core.plan import NO_SAMPLE
 from gapless.core.row_fields import need
 from gapless.runner.processors import PROCESSORS, Fields, SampledRows
+from gapless.runner.step import Drawn
 
 DRAWS = need("temperature")
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's constants, as signed numbers
@@ -30,6 +31,11 @@ def sample(logits: torch.Tensor, sampled: SampledRows, needs: int) -> torch.Tens
         drawn = draw(logits, uniform(fields["seed"], fields["place"]))
         tokens = torch.where(fields["temperature"] > 0, drawn, tokens)
     return torch.where(has_top, tokens, NO_SAMPLE)
+
+
+def pick(logits: torch.Tensor, sampled: SampledRows, needs: int) -> Drawn:
+    """The same, as a step's sampler."""
+    return Drawn(sample(logits, sampled, needs))
 
 
 def judged(raw: torch.Tensor, logits: torch.Tensor, sampled: SampledRows, needs: int) -> torch.Tensor:

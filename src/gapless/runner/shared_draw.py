@@ -9,7 +9,7 @@ import torch
 
 from gapless.models.rank_group import RankGroup
 from gapless.runner.processors import SampledRows
-from gapless.runner.step import Sampler
+from gapless.runner.step import Drawn, Sampler
 
 
 class SharedSampler:
@@ -18,13 +18,13 @@ class SharedSampler:
     def __init__(self, inner: Sampler, group: RankGroup) -> None:
         self._inner, self._group = inner, group
 
-    def __call__(self, logits: torch.Tensor, sampled: SampledRows, needs: int) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, sampled: SampledRows, needs: int) -> Drawn:
         if self._group.rank == 0:
-            tokens = self._inner(logits, sampled, needs)
-        else:
-            tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        self._group.share(tokens)
-        return tokens
+            drawn = self._inner(logits, sampled, needs)
+        else:  # log-probabilities are read from rank 0 alone
+            drawn = Drawn(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
+        self._group.share(drawn.tokens)
+        return drawn
 
 
 def shared(sampler: Sampler, group: RankGroup) -> Sampler:

@@ -15,6 +15,7 @@ import torch
 
 from gapless.attention.base import Attend, Attention, AttentionBatch
 from gapless.core.plan import score_width
+from gapless.kernels.basis import Basis
 from gapless.runner.logprobs import score
 from gapless.runner.processors import SampledRows
 
@@ -35,11 +36,19 @@ class Model(Protocol):
         """The same with as few layers as launch every kernel that all of them launch."""
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The sampler's results."""
+
+    tokens: torch.Tensor  # [n] int64
+    basis: Basis | None = None  # what kernels drew from; in torch, `sampler.judged` tells it
+
+
 class Sampler(Protocol):
     """The sampler, as a step uses it."""
 
-    def __call__(self, logits: torch.Tensor, sampled: SampledRows, needs: int) -> torch.Tensor:
-        """Tokens [n] int64 for logits [n, vocab], which stay as they are; `needs` says what any of the rows needs."""
+    def __call__(self, logits: torch.Tensor, sampled: SampledRows, needs: int) -> Drawn:
+        """Tokens for logits [n, vocab], which stay as they are; `needs` says what any of the rows needs."""
 
 
 # (logits [n, vocab], tokens [n] int64, num_top) -> scores [n, score_width] int32
@@ -71,6 +80,7 @@ class Outputs:
     tokens: torch.Tensor  # [num_samples] int64
     hidden: torch.Tensor  # [num_tokens, hidden_size]
     logits: torch.Tensor  # [num_samples, vocab_size] the model's own, before any processor
+    basis: Basis | None = None
 
 
 class Step:
@@ -101,7 +111,8 @@ class Step:
             nothing = torch.empty(0, dtype=torch.int64, device=found.hidden.device)
             return Outputs(nothing, found.hidden, found.logits)
         logits = found.logits if processed is None else processed
-        return Outputs(self.sampler(logits, sampled, needs), found.hidden, found.logits)
+        drawn = self.sampler(logits, sampled, needs)
+        return Outputs(drawn.tokens, found.hidden, found.logits, drawn.basis)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from gapless.runner.kits.base import (
 )
 from gapless.runner.native import NativeModel, NativeRunner, why_not
 from gapless.runner.runner import Runner
-from gapless.runner.sampler import sample
+from gapless.runner.sampler import pick
 from gapless.runner.shared_draw import shared
 from gapless.runner.step import Step
 
@@ -108,7 +108,7 @@ class CpuKit:
         specs = config.attention_specs()
         attention = ReferenceAttention(kv.pools, limits.block_size, specs, resolved.groups.of_layer, kv_units(model))
         reason = resolved.slow_reason if config.is_general else _no_native_call(resolved.slow_reason)
-        plain = Runner(device, limits, kv, Step(model, attention, shared(sample, group)), reason)
+        plain = Runner(device, limits, kv, Step(model, attention, shared(pick, group)), reason)
         return Built(resolved, device, plain, in_blocks(kv, resolved))
 
 
