@@ -7,6 +7,8 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
@@ -86,6 +88,56 @@ def test_tokens_are_those_of_the_torch_sampler(temperature: float, masked: int) 
         logits = torch.from_numpy(random_logits(seed, len(kinds), VOCAB)).to(DEVICE)
         expected = sample(logits, sampled, needs).tolist()
         assert pick(logits, sampled, ALL_NEEDS, sizes=SMALL).tokens.tolist() == expected
+
+
+@st.composite
+def typical_rows(draw: st.DrawFn) -> np.ndarray:
+    """Logits of one row: smooth, peaked, with many ties, all equal, with a few far away or none at all."""
+    vocab = draw(st.sampled_from([VOCAB] if IS_GPU else [1, 2, 33, VOCAB, 300]))
+    random = np.random.default_rng(draw(st.integers(0, 10**6)))
+    logits = random.normal(0, draw(st.sampled_from([1e-6, 0.3, 3.0, 30.0])), vocab)
+    kind = draw(st.sampled_from(["smooth", "ties", "flat", "far", "lost"]))
+    if kind == "far":
+        logits[random.random(vocab) < 0.3] -= 1e30
+    if kind == "lost":
+        logits[1:][random.random(vocab - 1) < 0.7] = -np.inf
+    return {"ties": logits.round(), "flat": logits * 0 + 5}.get(kind, logits)[None].astype(np.float32)
+
+
+@given(typical_rows(), st.sampled_from([0.0, 1e-6, 0.1, 0.5, 0.9, 0.999, 0.9999999]), st.sampled_from([2, 8, 64]))
+@settings(max_examples=60)
+def test_typical_p_keeps_as_many_as_it_takes(logits: np.ndarray, share: float, room: int) -> None:
+    """All tokens within some distance of the entropy, those that tie included, and none of the farthest too many."""
+    vocab = logits.shape[1]
+    store, _ = rows_with([SamplingParams(temperature=1.0, typical_p=share)], [[0]], [[]], vocab)
+    state = RowState(*(getattr(store.state, field.name).to(DEVICE) for field in fields(RowState)))
+    rows, shared = torch.zeros(1, dtype=torch.int64, device=DEVICE), (state.masks, state.counts, state.biases)
+    found = adjust(torch.from_numpy(logits).to(DEVICE), rows, rows, seat_columns(state.seats), *shared, 32, room)
+    is_kept = found[0].cpu().numpy() > -np.inf
+    below = (logits[0] - logits.max()).astype(np.float64)
+    shares = np.exp(below) / np.exp(below).sum()
+    alive = np.isfinite(below)
+    distance = np.where(alive, np.abs(below - (shares * np.where(alive, below, 0)).sum()), np.inf)
+    rounding = 1e-5 * (1 + np.abs(below).max(initial=0, where=alive & (below > -1e3)))
+    assert is_kept.any()
+    assert not (is_kept & ~alive).any()
+    farthest = distance[is_kept].max()
+    assert farthest <= distance[~is_kept].min(initial=np.inf) + rounding
+    assert shares[is_kept].sum() >= share * (1 - 1e-5) - rounding * 1e-2
+    nearer = is_kept & (distance < farthest - rounding)
+    assert shares[nearer].sum() <= share + 1e-5 or not nearer.any()
+
+
+def test_the_padding_row_is_not_narrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its seat is all zeros, which is a typical-p of 0."""
+    sampled, _, _ = scene(["typical"], 1.0, masked=99)
+    padding = torch.tensor([1], device=DEVICE)
+    left = torch.arange(VOCAB, device=DEVICE)[None].float()
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **how: left.clone() if len(sizes) == 2 else empty(*sizes, **how))
+    state = sampled.state
+    shared = state.masks, state.counts, state.biases
+    assert torch.equal(adjust(left, padding, padding, seat_columns(state.seats), *shared), left)
 
 
 def test_stop_tokens_that_may_not_come_yet_do_not_count() -> None:
