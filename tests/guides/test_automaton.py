@@ -273,7 +273,7 @@ def test_many_at_once(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
     assert [guide.is_over for guide in guides] == [number % 2 == 0 for number in range(20)]
     going = [guide for number, guide in enumerate(guides) if number % 2 and number != 7]
     masks = np.full((len(going), vocabulary.num_words), -1, np.int32)
-    assert not fill_masks(going, masks)
+    assert not fill_masks(going, masks).errors
     for guide, mask in zip(going, masks, strict=True):
         alone = np.zeros_like(mask)
         guide.fill(alone)
@@ -296,7 +296,7 @@ def test_masks_narrower_than_the_tokenizer(vocabulary: Vocabulary) -> None:
     automaton, _ = both(vocabulary, choice=["ab"])
     whole, part = np.zeros(vocabulary.num_words, np.int32), np.zeros(vocabulary.num_words - 1, np.int32)
     automaton.guide().fill(whole)
-    assert not fill_masks([automaton.guide()], part[None])
+    assert not fill_masks([automaton.guide()], part[None]).errors
     np.testing.assert_array_equal(part, whole[:-1])
 
 

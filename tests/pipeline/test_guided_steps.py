@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,10 +19,10 @@ from gapless.core.scheduler import Scheduler
 from gapless.device.base import Device
 from gapless.device.checker import CheckedDevice
 from gapless.device.cpu import CpuDevice
-from gapless.errors import ControlFailed
+from gapless.errors import ControlFailed, InvalidRequest
 from gapless.pipeline.executor import LocalExecutor
 from gapless.pipeline.loop import run_loop
-from gapless.pipeline.masks import Masks
+from gapless.pipeline.masks import MAX_SLOW, Masks
 from gapless.proof.rule import Rule, run_from
 from toy import LIMITS, Outcome, run_on, run_toy, toy_request, toy_requests, toy_runner, toy_truth
 
@@ -143,6 +144,52 @@ def test_a_guide_that_raises_fails_its_own_request_only(depth: int, where: str) 
             f"the guide failed after {1 if where == 'advance' else 0} tokens: KeyError: 'no such state'"
         ]
         assert all(isinstance(error, ControlFailed) for error in errors if error is not None)
+
+
+class Slow:
+    """A guide that works for long on its masks from some token on."""
+
+    is_over, waits = False, True
+
+    def __init__(self, rule: Rule, first_slow: int) -> None:
+        self._inner, self._left = rule.guide(), first_slow
+
+    def advance(self, tokens: IntArray) -> None:
+        self._inner.advance(tokens)
+        self._left -= len(tokens)
+
+    def fill(self, out: IntArray) -> None:
+        until_s = time.thread_time() + (0.02 if self._left <= 0 else 0)
+        while time.thread_time() < until_s:
+            pass
+        self._inner.fill(out)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_a_guide_that_is_slow_again_and_again_fails_its_own_request_only(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then its tokens are those that its masks allow."""
+    monkeypatch.setattr("gapless.guides.masks.SLOW_S", 0.01)
+    requests = guided()
+    victim = requests[0]
+    victim.guide = Slow(RULES[victim.id], first_slow=2)
+    errors: list[BaseException | None] = []
+    outcome = run_noted(CheckedDevice(CpuDevice(seed=1)), requests, depth, errors)
+    assert outcome.reasons[victim.id] == "error"
+    assert outcome.tokens == TRUTH | {victim.id: TRUTH[victim.id][: 2 + MAX_SLOW - 1]}
+    (error,) = [error for error in errors if error is not None]
+    assert isinstance(error, InvalidRequest)
+    assert "too slow" in str(error)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_guide_may_be_slow_a_few_times(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gapless.guides.masks.SLOW_S", 0.01)
+    requests = guided()
+    num_tokens = len(TRUTH["a"])
+    requests[0].guide = Slow(RULES["a"], first_slow=num_tokens - MAX_SLOW + 1)
+    assert run_on(CpuDevice(), requests, depth=depth).tokens == TRUTH
 
 
 def run_noted(device: Device, requests: list[Request], depth: int, errors: list[BaseException | None]) -> Outcome:

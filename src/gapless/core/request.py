@@ -47,6 +47,8 @@ class Request:
     width: int = 1  # tokens that a step may bring at most: more where a runner verifies drafts
     guide: Guide | None = None  # which tokens may come next; None: all
     num_guided: int = 0  # generated tokens that the guide has been told of
+    num_slow_masks: int = 0  # that its guide took too long for
+    num_timed_masks: int = 0  # still to be filled alone, because a step's masks took too long and its own may be why
     processors: tuple[LogitsProcessor, ...] = ()  # that change its logits
     arrival: int = 0
     tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))  # all facts while it has no row

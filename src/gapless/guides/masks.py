@@ -5,7 +5,9 @@ Also the tokens of guides that leave no choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeGuard
@@ -22,20 +24,37 @@ if TYPE_CHECKING:
     from gapless.guides.grammar import GrammarGuide
 
 FEW = 2  # so many grammars are filled one after the other: to wake threads takes longer
+SLOW_S = 0.05  # for one mask: usual ones take microseconds, and all rows of the step wait
 
 
-def fill_masks(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> Mapping[int, Exception]:
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """What came of filling masks, by index."""
+
+    errors: dict[int, Exception] = field(default_factory=dict)  # such a guide has no mask, and all others have theirs
+    slow: dict[int, float] = field(default_factory=dict)  # seconds of work for one mask, where they are too many
+    suspects: list[int] = field(default_factory=list)  # filled side by side, and one of them took too long
+
+
+def fill_masks(
+    guides: Sequence[Guide], out: npt.NDArray[np.int32], alone: Collection[int] = (), most: int | None = None
+) -> Filling:
     """Row i of `out` [at least len(guides), words], which is contiguous, becomes the mask of guide i.
 
-    Returns the errors by index: a guide that fails has no mask, and all others have theirs.
+    alone: indices of grammars whose time is taken. Side by side, nobody can tell whose mask took how long.
+    most: so many are filled side by side; None: all of them.
     """
     filled = _fill_automata(guides, out)
-    errors: dict[int, Exception] = {}
-    if len(filled) < len(guides):
-        filled += _fill_grammars(guides, out)
-        for index in sorted(set(range(len(guides))).difference(filled)):
-            _attempt(lambda i=index: guides[i].fill(out[i]), index, errors)  # type: ignore[misc]
-    return errors
+    if len(filled) == len(guides):
+        return Filling()
+    found = Filling()
+    filled += _fill_grammars(guides, out, alone, most or len(guides), found.suspects)
+    for index in sorted(set(range(len(guides))).difference(filled)):
+        began_s = time.thread_time()  # its own work: neither locks nor other processes count
+        _attempt(lambda i=index: guides[i].fill(out[i]), index, found.errors)  # type: ignore[misc]
+        if (taken_s := time.thread_time() - began_s) > SLOW_S:
+            found.slow[index] = taken_s
+    return found
 
 
 def advance_together(guides: Sequence[Guide], tokens: Sequence[int]) -> Mapping[int, Exception]:
@@ -78,17 +97,25 @@ def _fill_automata(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> list[
     return found if filled.all() else [index for index, done in zip(found, filled, strict=True) if done]
 
 
-def _fill_grammars(guides: Sequence[Guide], out: npt.NDArray[np.int32]) -> list[int]:
-    """Returns those that have their masks."""
+def _fill_grammars(
+    guides: Sequence[Guide], out: npt.NDArray[np.int32], alone: Collection[int], most: int, suspects: list[int]
+) -> list[int]:
+    """Returns those that have their masks. Adds those to `suspects` whose group took too long."""
     width = out.shape[1]
     together = [
-        (*guide.taken(), index) for index, guide in enumerate(guides) if is_grammar(guide) and guide.num_words == width
+        (*guide.taken(), index)
+        for index, guide in enumerate(guides)
+        if is_grammar(guide) and guide.num_words == width and index not in alone
     ]
     if len(together) <= FEW:
         return []
     together.sort(key=itemgetter(1))  # neighbours go to one thread, and guides of a group wait for each other
-    pairs = [(matcher, index) for matcher, _, index in together]
-    _executor().unsafe_compute_mask_ptr(pairs, out.ctypes.data, width * out.itemsize, len(out))
+    for start in range(0, len(together), most):
+        pairs = [(matcher, index) for matcher, _, index in together[start : start + most]]
+        began_s = time.perf_counter()
+        _executor().unsafe_compute_mask_ptr(pairs, out.ctypes.data, width * out.itemsize, len(out))
+        if time.perf_counter() - began_s > SLOW_S:
+            suspects += [index for _, index in pairs]
     return [index for matcher, _, index in together if not matcher.is_error()]
 
 

@@ -33,7 +33,7 @@ class Control:
     def __init__(self, scheduler: Scheduler, recorder: Recorder) -> None:
         self._scheduler = scheduler
         self._recorder = recorder
-        self._masks = Masks(scheduler)
+        self._masks = Masks(scheduler, recorder.ledger)
 
     def complete(self, executor: Executor, ticket: Ticket) -> tuple[Ticket, Commit]:
         """Have the second half of a step queued; also what followed from the masks as they were filled."""

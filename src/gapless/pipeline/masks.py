@@ -8,6 +8,7 @@ loop's thread.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,19 +18,24 @@ from gapless.core.outcome import Commit, Finished
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray, LongArray, Request
 from gapless.core.scheduler import Scheduler
-from gapless.errors import ControlFailed, GaplessError
-from gapless.guides.masks import advance_together, fill_masks, forced_runs
+from gapless.errors import ControlFailed, GaplessError, InvalidRequest
+from gapless.guides.masks import SLOW_S, Filling, advance_together, fill_masks, forced_runs
 
 log = logging.getLogger(__name__)
+MAX_SLOW = 3  # masks of one request that take too long
+NUM_TIMED = 64  # masks that a suspect has to fill alone, and steps whose masks are filled in small groups
+SMALL_GROUP = 16  # all of which are suspects if it took too long
 
 
 class Masks:
     """The guides of the scheduler's rows."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, ledger: Counter[str] | None = None) -> None:
         self._scheduler = scheduler
+        self._ledger = Counter[str]() if ledger is None else ledger
         self._ended: list[Finished] = []
         self._runs: list[tuple[Request, Sequence[int]]] = []  # of the masks that were filled last
+        self._num_wary = 0  # steps to come whose masks are filled in small groups, because some took too long
 
     def learn(self, plan: Plan, commit: Commit) -> Commit:
         """A plan was committed: tell the guides of its rows, and add the requests that are over thereby."""
@@ -49,11 +55,34 @@ class Masks:
             if len(request.prompt) + request.num_guided >= num_known or self._advance(request, num_known)
         ]
         rows[: len(requests)] = [request.row for request in requests]
-        errors = fill_masks([request.guide for request in requests if request.guide is not None], masks)
-        for index, error in errors.items():  # such a row has left; what its mask says is nobody's concern
+        timed = [index for index, request in enumerate(requests) if request.num_timed_masks]
+        guides = [request.guide for request in requests if request.guide is not None]
+        found = fill_masks(guides, masks, timed, SMALL_GROUP if self._num_wary else None)
+        self._num_wary = NUM_TIMED if found.suspects else max(self._num_wary - 1, 0)
+        for index in timed:
+            requests[index].num_timed_masks -= 1
+        for index in (*found.slow, *(found.suspects if len(found.suspects) <= SMALL_GROUP else ())):
+            requests[index].num_timed_masks = NUM_TIMED
+        for index, error in (found.errors | self._too_slow(requests, found)).items():
+            # such a row has left; what its mask says is nobody's concern
             self._end(requests[index], "error", _failure(requests[index], error))
         self._force(requests, masks)
         return len(requests)
+
+    def _too_slow(self, requests: Sequence[Request], found: Filling) -> dict[int, Exception]:
+        """Everybody in the step waits for its slowest mask, so a request may have only a few slow ones."""
+        errors: dict[int, Exception] = {}
+        for index, seconds in found.slow.items():
+            request = requests[index]
+            request.num_slow_masks += 1
+            self._ledger["slow masks"] += 1
+            if request.num_slow_masks >= MAX_SLOW and index not in found.errors:
+                errors[index] = InvalidRequest(
+                    f"structured is too slow to follow: for {MAX_SLOW} tokens it took more than {SLOW_S:g} s to find "
+                    f"what may come next, {seconds:.2f} s for the last one; simplify the grammar",
+                    "structured",
+                )
+        return errors
 
     def _force(self, requests: list[Request], masks: IntArray) -> None:
         """Where one text alone can come, allow its next token as the tokenizer writes it, and no part of that token."""
