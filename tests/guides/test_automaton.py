@@ -53,6 +53,9 @@ SCHEMAS: dict[str, Any] = {
     "counted array": {"type": "array", "items": {"type": "array", "items": NAME, "minItems": 1}, "minItems": 6},
     "counted records": {"type": "array", "items": PERSON, "minItems": 30},
     "references": {"$defs": {"p": PERSON}, **record(["a"], a={"$ref": "#/$defs/p"}, b={"$ref": "#/$defs/p"})},
+    "narrow range": {"type": "integer", "minimum": 5, "exclusiveMaximum": 7},
+    "empty string": {"type": "string", "maxLength": 0},
+    "long counted array": {"type": "array", "items": {"enum": [1]}, "minItems": 60},
     "notes": {"title": "t", "type": "string", "description": "d", "maxLength": 2},
 }
 WITHOUT: dict[str, Any] = {
@@ -101,7 +104,7 @@ REGEXES = (
         r"\x41\u0042\x{43}\U00000044",
         r"(?P<n>a)(?:b)(?<m>c)",
     ),
-    *(r"\n\t\.\-\/\_\ ", r"()", r"a|", r"[\n\d]", r"[a&b~c]", r"a}b]", r"(\w|,){4}"),
+    *(r"\n\t\.\-\/\_\ ", r"()", r"a|", r"[\n\d]", r"[a&b~c]", r"a}b]", r"(\w|,){4}", r"[a-z]{4,6}ing"),
 )
 NOT_OURS = (
     *(
@@ -339,3 +342,26 @@ def test_the_compiler_prefers_automata(vocabulary: Vocabulary) -> None:
     found = [type(compiler.start(read_structured(spec)).result(30)).__name__ for spec in kinds]
     compiler.close()
     assert found == ["Automaton"] * 3 + ["Grammar"] * 2
+
+
+@pytest.mark.parametrize("text", ['"\ud7ff', '"\u07ff', '"\uffff', '"\U0010ffff', '"\\u000a', '"\\u001F', '"\\u007f'])
+def test_masks_within_a_letter(vocabulary: Vocabulary, tokenizer: Tokenizer, text: str) -> None:
+    """After each token of a text, of which some hold a part of a letter only."""
+    automaton, grammar = both(vocabulary, json_schema={"type": "string"})
+    mine, theirs = automaton.guide(), grammar.guide()
+    for token in tokenizer.encode(text):
+        found = allowed(mine, vocabulary)
+        assert found == allowed(theirs, vocabulary)
+        if token not in found:
+            return
+        mine.advance(np.array([token], np.int32))
+        theirs.advance(np.array([token], np.int32))
+    assert allowed(mine, vocabulary) == allowed(theirs, vocabulary)
+
+
+def test_a_letter_is_refused_where_none_may_come(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+    """Also if the token that brings it was never allowed."""
+    guide = both(vocabulary, json_schema={"type": "string", "maxLength": 0})[0].guide()
+    guide.advance(np.array(tokenizer.encode('"'), np.int32))
+    with pytest.raises(InvalidRequest):
+        guide.advance(np.array(tokenizer.encode("a"), np.int32))

@@ -38,7 +38,7 @@ struct Letters {
     }
 };
 
-// Letters of a JSON string. Control characters alone are written by number, and none that has a letter of its own.
+// Letters of a JSON string. Control characters alone are written by number.
 inline std::shared_ptr<const Letters> json_letters() {
     enum { LAST1 = 1, LAST2, LAST3, AFTER_E0, AFTER_ED, AFTER_F0, AFTER_F4, SLASH, U, U0, U00, U000, U001, U007, PARTS };
     auto made = std::make_shared<Letters>();
@@ -60,7 +60,7 @@ inline std::shared_ptr<const Letters> json_letters() {
     set(U00, '0', '0', U000), set(U00, '1', '1', U001), set(U00, '7', '7', U007);
     for (int b = 0; b < 256; b++) {
         if (!is_hex(b)) continue;
-        if (strchr("89acdACD", b) == nullptr) set(U000, b, b, BEGIN);
+        set(U000, b, b, BEGIN);
         set(U001, b, b, BEGIN);
     }
     set(U007, 'f', 'f', BEGIN), set(U007, 'F', 'F', BEGIN);
