@@ -41,8 +41,9 @@ bench: $(DEV_STAMP)  ## host cost, and throughput side by side with installed pe
 	@$(BIN)/gapless bench host
 	@$(BIN)/gapless bench offline --peers
 
-mutants: $(DEV_STAMP)  ## make one mistake after another in the engine: each must be seen
+mutants: $(DEV_STAMP)  ## make one mistake after another in the engine and its automata: each must be seen
 	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/pipeline/faults.py
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/guides/automaton_mutants.py
 
 fuzz: $(DEV_STAMP)  ## random workloads and damaged models against every check, for FUZZ_SECONDS (600)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m gapless.proof.fuzz --seconds $(FUZZ_SECONDS)
