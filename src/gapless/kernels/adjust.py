@@ -1,9 +1,9 @@
 """Logits as a row's owner wants them, before any draw: masks, biases, penalties, then top-n-sigma and typical-p.
 
 Two Triton kernels. The first makes a float32 copy of the logits of rows that need it, many programs a row. The second,
-one program a row, puts tokens of the copy out of reach that top-n-sigma and typical-p (kernels/typical.py) do not keep.
-A row that needs neither costs a look at its seat, and its copy is never read. `runner/processors.py` has the same in
-torch, the oracle. Both can be captured in a graph and run under Triton's interpreter.
+one program a row, puts tokens of the copy out of reach that top-n-sigma and typical-p do not keep. A row that needs
+neither costs a look at its seat, and its copy is never read. `runner/processors.py` has the same in torch, the oracle.
+Both can be captured in a graph and run under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import triton.language as tl
 from gapless.core.params import MAX_STOP_IDS
 from gapless.core.row_fields import SEAT_WORDS
 from gapless.kernels.launch import launch_dependents_and_wait, pdl
-from gapless.kernels.shortlist import look, num_forbidden, plain
-from gapless.kernels.typical import ROOM, typical
+from gapless.kernels.shortlist import float_of, key_of, look, num_forbidden, plain
 
 UNALIGNED = ["rows", "places"]  # they may begin anywhere in a buffer, and no variant is compiled for it
 BLOCK = 4096
@@ -107,11 +106,57 @@ def _floor_of_sigma(base, stops, num_stops, top_n, VOCAB: tl.constexpr, BLOCK: t
     return top, tl.where(top_n > 0, top - top_n * sigma, -float("inf"))
 
 
+@triton.jit
+def _typical(base, stops, num_stops, top, floor, share, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The mean of logit - top by probability, and how far from it the logits may lie that together have `share`.
+
+    A token's information lies as far from the entropy as its logit from that mean.
+    """
+    total = tl.zeros([BLOCK], tl.float32)
+    moment = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, VOCAB, BLOCK):
+        x = look(base, start + tl.arange(0, BLOCK), stops, num_stops, VOCAB)
+        is_kept = (x >= floor) & (x > -float("inf"))
+        below = tl.where(is_kept, x - top, 0.0)
+        weight = tl.where(is_kept, tl.exp(below), 0.0)
+        total += weight
+        moment += weight * below
+    mass = tl.sum(total.to(tl.float64), axis=0)
+    mean = (tl.sum(moment.to(tl.float64), axis=0) / mass).to(tl.float32)
+    wanted = tl.maximum((mass * share).to(tl.float32), 1e-30)  # one token at least
+    low = key_of(mean * 0.0)  # distances of fewer than `low` are too little, those from `high` on are enough
+    high = key_of(mean * 0.0 + 3.4028234663852886e38)
+    while low < high:
+        step = tl.maximum((high - low) // 4, 1)
+        first = float_of(low + step - 1)
+        second = float_of(tl.minimum(low + 2 * step - 1, high - 1))
+        third = float_of(tl.minimum(low + 3 * step - 1, high - 1))
+        sum_1 = tl.zeros([BLOCK], tl.float32)
+        sum_2 = tl.zeros([BLOCK], tl.float32)
+        sum_3 = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, VOCAB, BLOCK):
+            x = look(base, start + tl.arange(0, BLOCK), stops, num_stops, VOCAB)
+            is_kept = (x >= floor) & (x > -float("inf"))
+            below = tl.where(is_kept, x - top, 0.0)
+            weight = tl.where(is_kept, tl.exp(below), 0.0)
+            distance = tl.abs(below - mean)
+            sum_1 += tl.where(distance <= first, weight, 0.0)
+            sum_2 += tl.where(distance <= second, weight, 0.0)
+            sum_3 += tl.where(distance <= third, weight, 0.0)
+        enough_1 = tl.sum(sum_1, axis=0) >= wanted
+        enough_2 = tl.sum(sum_2, axis=0) >= wanted
+        enough_3 = tl.sum(sum_3, axis=0) >= wanted
+        at_1, at_2, at_3 = key_of(first), key_of(second), key_of(third)
+        high = tl.where(enough_1, at_1, tl.where(enough_2, at_2, tl.where(enough_3, at_3, high)))
+        past = tl.where(enough_2, at_1, tl.where(enough_3, at_2, at_3)) + 1
+        low = tl.where(enough_1, low, past)
+    return mean, float_of(high)
+
+
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _narrow(
-    out, rows, places, is_adjusted, top_n_sigmas, typical_ps, stop_ids, min_total, listed,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, NUM_STOPS: tl.constexpr, SEAT_WORDS: tl.constexpr,
-    PDL: tl.constexpr,
+    out, rows, places, is_adjusted, top_n_sigmas, typical_ps, stop_ids, min_total,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, NUM_STOPS: tl.constexpr, SEAT_WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Put tokens of one row's copy out of reach, if the row narrows its choice so."""
     launch_dependents_and_wait(PDL)
@@ -129,9 +174,7 @@ def _narrow(
             mean = top * 0.0
             farthest = mean + float("inf")
             if share < 1:
-                mean, farthest = typical(
-                    base, stops, num_stops, top, floor, share, listed + i * (2 * ROOM), VOCAB, BLOCK // 2, ROOM
-                )  # fmt: skip
+                mean, farthest = _typical(base, stops, num_stops, top, floor, share, VOCAB, BLOCK)
             for start in range(0, VOCAB, BLOCK):
                 column = start + tl.arange(0, BLOCK)
                 x = look(base, column, stops, num_stops, VOCAB)
@@ -148,7 +191,6 @@ def adjust(
     counts: torch.Tensor,
     biases: torch.Tensor,
     block: int = BLOCK,
-    room: int = ROOM,
 ) -> torch.Tensor:
     """Logits [n, vocab] of rows [n] as float32, adjusted; of rows without a need for it, anything.
 
@@ -163,8 +205,5 @@ def adjust(
         masks.stride(0), biases.stride(0), num_warps=8, **common,
     )  # fmt: skip
     narrowing = [fields[name] for name in ("adjusted", "top_n_sigma", "typical_p", "stop_ids", "min_total")]
-    listed = torch.empty(num_rows, 2, room, dtype=torch.float32, device=logits.device)
-    _narrow[(num_rows,)](
-        out, rows, places, *narrowing, listed, ROOM=room, NUM_STOPS=MAX_STOP_IDS, num_warps=16, **common
-    )  # fmt: skip
+    _narrow[(num_rows,)](out, rows, places, *narrowing, NUM_STOPS=MAX_STOP_IDS, num_warps=16, **common)
     return out

@@ -36,7 +36,7 @@ def pick(logits: torch.Tensor, sampled: SampledRows, needs: int, *, sizes: Short
         return Drawn(argmax(logits))
     rows, places, state = sampled.rows, sampled.places, sampled.state
     fields = seat_columns(state.seats)
-    adjusted = adjust(logits, rows, places, fields, state.masks, state.counts, state.biases, sizes.block, sizes.room)
+    adjusted = adjust(logits, rows, places, fields, state.masks, state.counts, state.biases, sizes.block)
     tokens, bounds = draw(logits, adjusted, rows, places, fields, sizes)
     return Drawn(tokens, Basis(rows, places, fields, adjusted, bounds))
 
