@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 # it for milliseconds, and a neighbour on the machine makes every step several times slower. Read when torch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-__version__ = "0.8.0"
+__version__ = "0.9.0"
 
 if TYPE_CHECKING:
     from gapless.async_llm import AsyncLLM
