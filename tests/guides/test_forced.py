@@ -133,7 +133,10 @@ def test_several_guides_at_once(tokenizer: Tokenizer, vocabulary: Vocabulary) ->
         joined,
         automaton(vocabulary, regex="abc"),
     ]
-    assert {index: tokenizer.decode(list(run)) for index, run in forced_runs(guides).items()} == {2: "xyz", 4: "abc"}
+    assert {index: tokenizer.decode(list(run)) for index, run in forced_runs(guides, {}).items()} == {
+        2: "xyz",
+        4: "abc",
+    }
 
 
 def test_a_mask_allows_no_part_of_the_next_token(smollm2: Tokenizer, words: Vocabulary) -> None:

@@ -177,7 +177,7 @@ def _(original):
 
 @fault("the mask of a token that must come allows others", Masks, "_force")
 def _(original):
-    return lambda self, requests, masks: original(self, requests, masks.copy())
+    return lambda self, requests, runs, masks: original(self, requests, runs, masks.copy())
 
 
 def _take_none(original):

@@ -99,6 +99,20 @@ def test_rows_of_which_each_sample_counts_are_not_forced() -> None:
         assert outcome.scheduler.counters.num_forced == 0
 
 
+@pytest.mark.parametrize("chunk_cost", [0.0, 99.0])
+def test_a_stop_token_that_must_come_but_may_not_yet_is_not_forced(chunk_cost: float) -> None:
+    """The guide allows other tokens than those of its run, and one of them comes in place of the stop token."""
+    rule = Rule(8, forces=True)
+    run = run_from(8, 0)
+    request = toy_request("a", [3, 1, 4], max_tokens=6, min_tokens=5)
+    request.guide, request.stop_ids = rule.guide(), (run[1],)
+    outcome = run_on(CpuDevice(seed=0), [request], depth=2, chunk_cost=chunk_cost)
+    tokens = outcome.tokens["a"]
+    assert outcome.reasons["a"] == "length"
+    assert tokens[0] == run[0]
+    assert run[1] not in tokens[:5]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_resumed_request_goes_on_as_its_guide_says(depth: int) -> None:
     for known in range(1, 6):
@@ -126,8 +140,13 @@ class Broken:
         if self._where == "fill":
             raise KeyError("no such state")
 
+    def forced(self) -> list[int]:
+        if self._where == "forced":
+            raise KeyError("no such state")
+        return []
 
-@pytest.mark.parametrize("where", ["advance", "fill"])
+
+@pytest.mark.parametrize("where", ["advance", "fill", "forced"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_guide_that_raises_fails_its_own_request_only(depth: int, where: str) -> None:
     for seed in (None, 0, 1):

@@ -69,21 +69,24 @@ def advance_together(guides: Sequence[Guide], tokens: Sequence[int]) -> Mapping[
     return errors
 
 
-def forced_runs(guides: Sequence[Guide]) -> dict[int, Sequence[int]]:
-    """The tokens that must come next, by index, of the guides that leave no choice."""
+def forced_runs(guides: Sequence[Guide], errors: dict[int, Exception]) -> dict[int, Sequence[int]]:
+    """The tokens that must come next, by index, of the guides that leave no choice. Adds the errors of those that fail.
+
+    A guide that failed before is not asked.
+    """
     automata = [index for index, guide in enumerate(guides) if is_automaton(guide)]
     found = forced_walkers([guides[index] for index in automata]) if automata else {}  # type: ignore[misc]
     runs: dict[int, Sequence[int]] = {automata[place]: run for place, run in found.items()}
     if len(automata) < len(guides):
-        others = {index: guide for index, guide in enumerate(guides) if forces(guide) and not is_automaton(guide)}
-        runs |= {index: guide.forced() for index, guide in others.items()}
+        for index in sorted(set(range(len(guides))).difference(automata, errors)):
+            _attempt(lambda i=index: runs.update({i: forced_by(guides[i])}), index, errors)  # type: ignore[misc]
     return {index: run for index, run in runs.items() if len(run)}
 
 
 def fill_mask(guide: Guide, out: npt.NDArray[np.int32]) -> None:
     """The mask of a guide. Where one text alone can come, only its next token as the tokenizer writes it."""
     guide.fill(out)
-    for run in forced_runs([guide]).values():
+    if run := forced_by(guide):
         allow_only(run[0], out)
 
 
@@ -153,6 +156,11 @@ def _attempt(act: Callable[[], None], index: int, errors: dict[int, Exception]) 
 def is_grammar(guide: Guide | None) -> TypeGuard[GrammarGuide]:
     """Asked by name, so that the library of grammars is loaded only where there is one."""
     return type(guide).__name__ == "GrammarGuide"
+
+
+def forced_by(guide: Guide) -> Sequence[int]:
+    """The tokens that must come next, none of a guide that cannot tell."""
+    return guide.forced() if forces(guide) else ()
 
 
 def forces(guide: Guide) -> TypeGuard[ForcingGuide]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from gapless.core.guide import allow_only
+from gapless.core.guide import Guide, allow_only
 from gapless.core.outcome import Commit, Finished
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray, LongArray, Request
@@ -55,19 +55,26 @@ class Masks:
             if len(request.prompt) + request.num_guided >= num_known or self._advance(request, num_known)
         ]
         rows[: len(requests)] = [request.row for request in requests]
-        timed = [index for index, request in enumerate(requests) if request.num_timed_masks]
         guides = [request.guide for request in requests if request.guide is not None]
+        errors = self._fill_in_time(requests, guides, masks)
+        runs = forced_runs(guides, errors)
+        for index, error in errors.items():  # such a row has left; what its mask says is nobody's concern
+            self._end(requests[index], "error", _failure(requests[index], error))
+        self._force(requests, runs, masks)
+        return len(requests)
+
+    def _fill_in_time(
+        self, requests: Sequence[Request], guides: Sequence[Guide], masks: IntArray
+    ) -> dict[int, Exception]:
+        """Write the masks; the errors of those that have none, or were too slow too often, by index."""
+        timed = [index for index, request in enumerate(requests) if request.num_timed_masks]
         found = fill_masks(guides, masks, timed, SMALL_GROUP if self._num_wary else None)
         self._num_wary = NUM_TIMED if found.suspects else max(self._num_wary - 1, 0)
         for index in timed:
             requests[index].num_timed_masks -= 1
         for index in (*found.slow, *(found.suspects if len(found.suspects) <= SMALL_GROUP else ())):
             requests[index].num_timed_masks = NUM_TIMED
-        for index, error in (found.errors | self._too_slow(requests, found)).items():
-            # such a row has left; what its mask says is nobody's concern
-            self._end(requests[index], "error", _failure(requests[index], error))
-        self._force(requests, masks)
-        return len(requests)
+        return found.errors | self._too_slow(requests, found)
 
     def _too_slow(self, requests: Sequence[Request], found: Filling) -> dict[int, Exception]:
         """Everybody in the step waits for its slowest mask, so a request may have only a few slow ones."""
@@ -84,13 +91,14 @@ class Masks:
                 )
         return errors
 
-    def _force(self, requests: list[Request], masks: IntArray) -> None:
+    def _force(self, requests: list[Request], runs: Mapping[int, Sequence[int]], masks: IntArray) -> None:
         """Where one text alone can come, allow its next token as the tokenizer writes it, and no part of that token."""
-        runs = forced_runs([request.guide for request in requests if request.guide is not None])
-        for index, run in runs.items():
-            allow_only(run[0], masks[index])
-        found = [(requests[index], run) for index, run in runs.items()]
-        self._runs = [(request, run) for request, run in found if request.can_be_forced and request.row >= 0]
+        self._runs = []
+        for index, found in runs.items():
+            request = requests[index]
+            if run := found[: _num_before_early_stop(request, found)]:
+                allow_only(run[0], masks[index])
+                self._runs += [(request, run)] if request.can_be_forced and request.row >= 0 else []
 
     def settle(self) -> Commit:
         """What followed from the masks themselves: tokens that must come, and requests that ended."""
@@ -170,6 +178,12 @@ class Masks:
         finished = self._scheduler.abort(request.id, reason, error)
         assert finished is not None
         self._ended.append(finished)
+
+
+def _num_before_early_stop(request: Request, run: Sequence[int]) -> int:
+    """Tokens of a run before one that would end the request too early: the sampler does not let that one come."""
+    num_early = max(0, request.params.min_tokens - request.num_guided)
+    return next((place for place, token in enumerate(run[:num_early]) if token in request.stop_ids), len(run))
 
 
 def _failure(request: Request, error: Exception) -> GaplessError:
