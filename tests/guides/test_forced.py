@@ -146,3 +146,19 @@ def test_a_mask_allows_no_part_of_the_next_token(smollm2: Tokenizer, words: Voca
     fill_mask(guide, mask)
     tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
     assert tokens == list(smollm2.encode("Dear "))[:1]
+
+
+@pytest.mark.parametrize("make", [automaton, grammar])
+def test_tokens_that_the_model_lacks_are_not_forced(make: Any, tokenizer: Tokenizer) -> None:
+    """A tokenizer may have more tokens than its model; a mask of the model has no place for them."""
+    a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
+    assert a < b
+    small = Vocabulary(tokenizer, b, [256, 257])
+    assert list(make(small, regex="aab").forced()) == [a, a]
+    assert list(make(small, regex="ba").forced()) == []
+
+
+def test_a_text_may_be_forced_only_where_its_tokens_are_known(tokenizer: Tokenizer) -> None:
+    guide, mask = automaton(Vocabulary(tokenizer, 64, [256, 257]), regex="ba"), np.zeros(2, np.int32)
+    fill_mask(guide, mask)
+    assert not mask.any()

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits
 from gapless.core.structured import Structured
 from gapless.errors import InvalidRequest
 from gapless.guides.sources import source_of
-from gapless.guides.vocabulary import Vocabulary
+from gapless.guides.vocabulary import Vocabulary, up_to_unknown
 
 # A quarter of llguidance's own limits for a step, and less for memory: masks are filled between two steps.
 LIMITS = LLParserLimits(
@@ -54,6 +54,7 @@ class Grammar:
         """
         self.structured = structured
         self.num_words = vocabulary.num_words
+        self.model_size = vocabulary.model_size
         self.is_spent = False  # its automaton has reached a limit: compile it again
         self.num_bytes = 0  # llguidance does not tell
         self._tokenizer = vocabulary.tokenizer
@@ -145,7 +146,7 @@ class GrammarGuide:
         self.is_over = matcher.is_stopped()
 
     def forced(self) -> Sequence[int]:
-        return self.matcher.compute_ff_tokens()
+        return up_to_unknown(self.matcher.compute_ff_tokens(), self._grammar.model_size)
 
     def fill(self, out: npt.NDArray[np.int32]) -> None:
         mask = out if len(out) == self.num_words else np.empty(self.num_words, np.int32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
+from itertools import takewhile
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -33,12 +34,13 @@ class Vocabulary:
         size = max(vocab_size, tokenizer.vocab_size)
         self.tokenizer = _read(tokenizer, size, [id for id in eos_token_ids if id < tokenizer.vocab_size])
         self.num_words = mask_words(size)  # of a mask; more than the model's if the tokenizer has more tokens
+        self.model_size = vocab_size
         self._size = size
         self._num_known = tokenizer.vocab_size
         self._ends = [id for id in eos_token_ids if id < tokenizer.vocab_size] or [self.tokenizer.eos_token]
         added = tokenizer.added_tokens.items()
         self._special = {text: id for id, text in added if id < size and self.tokenizer.is_special_token(id)}
-        self.spell: Spell = lru_cache(maxsize=4096)(partial(_spell, self.tokenizer))
+        self.spell: Spell = lru_cache(maxsize=4096)(partial(_spell, self.tokenizer, vocab_size))
         self._cuts = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
 
     @cached_property
@@ -62,13 +64,18 @@ class Vocabulary:
         return [piece for piece in (*found, text[end:]) if piece != ""]
 
 
-def _spell(tokenizer: LLTokenizer, text: bytes, ends: bool) -> tuple[int, ...]:
+def up_to_unknown(run: Sequence[int], vocab_size: int) -> Sequence[int]:
+    """The tokens before one that the model does not have."""
+    return run if max(run, default=-1) < vocab_size else list(takewhile(lambda token: token < vocab_size, run))
+
+
+def _spell(tokenizer: LLTokenizer, vocab_size: int, text: bytes, ends: bool) -> tuple[int, ...]:
     """The tokens in which the tokenizer writes a text; none where they are not its own.
 
     Unless the text ends, the last ones are left out that a longer token might replace once more of the text is known.
     """
     tokens = tokenizer.tokenize_bytes(text) if ends else tokenizer.tokenize_partial(text)[0]
-    return tuple(tokens) if text.startswith(tokenizer.decode_bytes(tokens)) else ()
+    return tuple(up_to_unknown(tokens, vocab_size)) if text.startswith(tokenizer.decode_bytes(tokens)) else ()
 
 
 def _read(tokenizer: Tokenizer, size: int, eos_token_ids: list[int]) -> LLTokenizer:
