@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 from wanderers import allowed
 
 from gapless.core.guide import Guide
@@ -16,8 +18,10 @@ from gapless.guides.grammar import Grammar, GrammarGuide
 from gapless.guides.masks import fill_mask, forced_runs
 from gapless.guides.tokens import TokenGuide, join
 from gapless.guides.vocabulary import Vocabulary
+from gapless.text.parts import TokenizerParts
 from gapless.text.tokenizer import Tokenizer
 
+EOS = "<end>"
 INVOICE = {
     "type": "object",
     "properties": {
@@ -146,6 +150,34 @@ def test_a_mask_allows_no_part_of_the_next_token(smollm2: Tokenizer, words: Voca
     fill_mask(guide, mask)
     tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
     assert tokens == list(smollm2.encode("Dear "))[:1]
+
+
+@pytest.fixture(scope="module")
+def numbers() -> Vocabulary:
+    """A tokenizer that cuts digits in groups of three, as many do: 4567 is 456 and 7, and 67 is one token."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = {text: id for id, text in enumerate([*letters, "45", "67", EOS])}
+    backend = Backend(models.BPE(tokens, [("4", "5"), ("6", "7")]))
+    groups = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([groups, as_bytes])
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(EOS, special=True)])
+    return Vocabulary(Tokenizer(TokenizerParts(backend)), len(tokens), [tokens[EOS]])
+
+
+@pytest.mark.parametrize("make", [automaton, grammar])
+def test_a_run_is_spelled_once(make: Any, numbers: Vocabulary) -> None:
+    """Whether it is fed at once, sampled token by token, or sampled in part elsewhere."""
+    run = list(make(numbers, regex="4567[a-z]").forced())
+    assert [numbers.tokenizer.decode_bytes([token]) for token in run] == [b"45", b"6", b"7"]
+    guide = make(numbers, regex="4567[a-z]")
+    for place in range(3):
+        resumed = make(numbers, regex="4567[a-z]")
+        take(resumed, run[:place])
+        assert list(guide.forced()) == list(resumed.forced()) == run[place:]
+        take(guide, run[place : place + 1])
+    assert list(guide.forced()) == []
 
 
 @pytest.mark.parametrize("make", [automaton, grammar])

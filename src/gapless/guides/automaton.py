@@ -93,6 +93,8 @@ class AutomatonGuide:
     def __init__(self, automaton: Automaton) -> None:
         self.num_words = automaton.num_words  # of the masks that are filled
         self.is_over = False  # nothing but the end can come
+        # Tokens that must come. Kept until they have come: their rest, spelled by itself, may be other tokens.
+        self.run: tuple[int, ...] = ()
         self._automaton = automaton
 
     @cached_property
@@ -117,6 +119,7 @@ class AutomatonGuide:
 
     def advance(self, tokens: IntArray) -> None:
         for token in tokens.tolist():
+            self.forced()  # tokens that were sampled elsewhere may end within a run
             self.look(int(advance_walkers([self], [token])[0]))
 
     def look(self, took: int) -> None:
@@ -176,6 +179,9 @@ def advance_walkers(guides: Sequence[AutomatonGuide], tokens: Sequence[int]) -> 
     walkers, took = np.array([guide.walker for guide in guides], np.uintp), np.empty(len(guides), np.int32)
     given = np.array(tokens, np.int32)
     guides[0].library.gapless_advance(walkers.ctypes.data, given.ctypes.data, len(guides), took.ctypes.data)
+    for guide, token in zip(guides, tokens, strict=True):
+        if guide.run:
+            guide.run = guide.run[1:] if guide.run[0] == token else ()
     return took
 
 
@@ -191,8 +197,10 @@ def fill_walkers(guides: Sequence[AutomatonGuide], out: IntArray, rows: Sequence
 
 def forced_walkers(guides: Sequence[AutomatonGuide]) -> dict[int, tuple[int, ...]]:
     """The tokens that must come next, by index, for guides whose text has one continuation only."""
-    walkers, sizes = np.array([guide.walker for guide in guides], np.uintp), np.empty(len(guides), np.int32)
-    texts = np.empty((len(guides), MOST_FORCED), np.uint8)
-    guides[0].library.gapless_forced(walkers.ctypes.data, len(guides), texts.ctypes.data, sizes.ctypes.data)
-    places = np.flatnonzero(sizes).tolist()
-    return {i: guides[i].spell(texts[i, : abs(sizes[i])].tobytes(), bool(sizes[i] < 0)) for i in places}
+    if asked := [guide for guide in guides if not guide.run]:
+        walkers, sizes = np.array([guide.walker for guide in asked], np.uintp), np.empty(len(asked), np.int32)
+        texts = np.empty((len(asked), MOST_FORCED), np.uint8)
+        asked[0].library.gapless_forced(walkers.ctypes.data, len(asked), texts.ctypes.data, sizes.ctypes.data)
+        for i in np.flatnonzero(sizes).tolist():
+            asked[i].run = asked[i].spell(texts[i, : abs(sizes[i])].tobytes(), bool(sizes[i] < 0))
+    return {index: guide.run for index, guide in enumerate(guides) if guide.run}
