@@ -67,6 +67,32 @@ def test_a_long_prompt_does_not_stop_a_stream() -> None:
     assert all(plan.num_decodes for plan in steps)
 
 
+@pytest.mark.parametrize("is_older", [False, True])
+def test_a_long_prompt_does_not_stop_a_stream_whose_next_tokens_must_come(is_older: bool) -> None:
+    """Such a row is fed, and does not decode; a prompt is cut all the same, and comes behind it even if it is older."""
+    device = Device(fixed_s=0.02, per_token_s=0.001)
+    scheduler = device.run.scheduler
+    if is_older:
+        device.add("long", 3000, streams=False)
+        scheduler.hold("long", "grammar")
+    device.add("stream", 5, streams=True)
+    device.step()
+    (request,) = [request for request in scheduler.rows.request if request is not None]
+    for number in range(3):
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.force([(request, [7, 8, 9])])
+        scheduler.commit(plan, device.run.executor.collect(device.run.executor.launch(plan)))
+        if number == 0 and is_older:
+            scheduler.release("long")
+        elif number == 0:
+            device.add("long", 3000, streams=False)
+        plan = device.step()
+        assert [chunk.row for chunk in plan.chunks if chunk.samples] == [request.row]
+        assert len(plan.chunks) == 2
+        assert device.steps[-1][1] <= 1.05 * TARGET_S
+
+
 def test_nobody_streams_so_steps_are_as_large_as_they_can_be() -> None:
     device = Device(fixed_s=0.02, per_token_s=0.001)
     device.add("first", 5, streams=False)

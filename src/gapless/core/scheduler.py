@@ -125,7 +125,7 @@ class Scheduler:
         widths = self._plan_widths(decodes) if self.rows.num_wide else NOTHING
         budget = self._budget(decodes) - (int(widths.sum()) - len(decodes) if len(widths) else 0)
         chunks: list[Chunk] = []
-        for row in list(self._prefilling):
+        for row in sorted(self._prefilling, key=self._feeds_prompt):
             if row not in self._preempted and self.rows.ceiling[row] > 0:
                 budget -= self._plan_chunk(row, budget, chunks)
         seats = self._admit(budget, chunks) if self._waiting and not self._preempted else []
@@ -141,10 +141,18 @@ class Scheduler:
 
     def _budget(self, decodes: LongArray) -> int:
         """Most prompt tokens of the step: as many as fit, or fewer where a long step would delay a stream."""
-        fits = self.limits.max_batch_tokens - len(decodes)
-        if (self._prefilling or self._waiting) and self.rows.streams[decodes].any():
-            return min(fits, self.pace.chunk_tokens(len(decodes)))
+        fits, streams = self.limits.max_batch_tokens - len(decodes), self.rows.streams
+        if self._prefilling or self._waiting:
+            forced = [row for row in self._prefilling if not self._feeds_prompt(row)]
+            if streams[decodes].any() or streams[forced].any():
+                return min(fits, self.pace.chunk_tokens(len(decodes)))
         return fits
+
+    def _feeds_prompt(self, row: int) -> bool:
+        """Whether some of the row's prompt is left to feed, and not only tokens that were forced."""
+        request = self.rows.request[row]
+        assert request is not None
+        return bool(self.rows.cursor[row] < request.num_prompt)
 
     def _plan_decodes(self) -> LongArray:
         rows = self.rows
