@@ -20,15 +20,17 @@ from gapless.config import EngineOptions
 from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.device.base import Device
-from gapless.errors import RankFailed
+from gapless.errors import ConfigError, RankFailed
 from gapless.models.source import resolve
 from gapless.pipeline.executor import Executor, LocalExecutor, StepRunner, Ticket
-from gapless.pipeline.ranked import OtherRanks, RankedExecutor
+from gapless.pipeline.ranked import OtherRanks, RankedExecutor, ray_camp
 from gapless.proof.draw import Menu, draw_asks, draw_schedule
 from gapless.proof.judge import Judge
 from gapless.proof.play import play
 from gapless.proof.schedule import Schedule
 from gapless.proof.stage import Cast, ModelStage, Room, fresh_device
+from gapless.ranks import ray_seats
+from gapless.ranks.ray_seats import SeatWishes
 from gapless.ranks.team import Team
 from gapless.runner.build import build
 from rank_pids import child_pids
@@ -155,3 +157,20 @@ def is_gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return False
+
+
+def test_a_node_whose_address_is_not_its_own_gives_its_seats_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a translation of addresses, where Ray was told the outer one."""
+    released: list[bool] = []
+
+    class Seats:
+        host, seats, ranks_here, has_gpus = "192.0.2.1", (), (1,), False  # an address of documentation
+
+        def __init__(self, wishes: SeatWishes) -> None:
+            self.release = lambda: released.append(True)
+
+    monkeypatch.setattr(ray_seats, "Reservation", Seats)
+    options = EngineOptions(model="none", tensor_parallel=2, ranks_on_ray="local")
+    with pytest.raises(ConfigError, match=r"no port can be opened at 192\.0\.2\.1.*--node-ip-address"):
+        ray_camp(options, "local")
+    assert released == [True]

@@ -16,7 +16,7 @@ from gapless.core.limits import Limits
 from gapless.core.plan import Plan
 from gapless.core.request import IntArray
 from gapless.device import pick_device
-from gapless.errors import RankFailed, StepFailed
+from gapless.errors import ConfigError, RankFailed, StepFailed
 from gapless.models.rank_group import ONE_RANK, RankGroup
 from gapless.models.source import ModelSource
 from gapless.pipeline.executor import Executor, FillMasks, Ticket
@@ -100,7 +100,14 @@ def ray_camp(options: EngineOptions, address: str) -> Camp:
     found = Reservation(wishes)
     if found.has_gpus:
         see_gpus(found.gpus_here)
-    elsewhere = RemoteSquad(found.seats, found.host, timeout_s, found.release)
+    try:
+        elsewhere = RemoteSquad(found.seats, found.host, timeout_s, found.release)
+    except OSError as error:
+        found.release()
+        raise ConfigError(
+            f"ranks_on_ray: no port can be opened at {found.host}, this node's address in the cluster ({error}); "
+            "start Ray here with the --node-ip-address of a network interface"
+        ) from error
     if not found.ranks_here:
         return Camp(found.host, (elsewhere,))
     return Camp(found.host, (LocalSquad(found.ranks_here, found.host, timeout_s), elsewhere))

@@ -152,9 +152,11 @@ def _cluster(address: str) -> Iterator[None]:
 def _same_signals() -> Iterator[None]:
     """Ray takes SIGTERM for itself."""
     before = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _bundle(wishes: SeatWishes, own_id: str, nodes: list[dict[str, Any]]) -> dict[str, float]:
