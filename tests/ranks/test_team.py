@@ -218,3 +218,19 @@ def many_descriptors() -> Iterator[None]:
     for fd in taken:
         os.close(fd)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_start_that_is_interrupted_leaves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-C in a notebook, say, whose process goes on."""
+
+    class Interrupted(queue.SimpleQueue):  # type: ignore[type-arg]
+        def get(self) -> None:  # type: ignore[override]
+            raise KeyboardInterrupt
+
+    (tmp_path / "mate.py").write_text(BEGIN + SERVE)
+    started = squad((sys.executable, "-S", str(tmp_path / "mate.py")))
+    monkeypatch.setattr(queue, "SimpleQueue", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Team([started], 1.0, lambda failure: None)
+    assert started._mates
+    assert all(mate.life.wait(0) is not None for mate in started._mates)

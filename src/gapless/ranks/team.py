@@ -45,7 +45,12 @@ class Team:
         started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(started,), name="gapless-ranks", daemon=True)
         self._thread.start()
-        if (error := started.get()) is not None:
+        try:
+            error = started.get()  # takes a while where ranks call from other nodes
+        except BaseException:
+            self.close(at_once=True)
+            raise
+        if error is not None:
             self.close()
             raise error
 
