@@ -96,9 +96,11 @@ class Masks:
         self._runs = []
         for index, found in runs.items():
             request = requests[index]
-            if run := found[: _num_before_early_stop(request, found)]:
+            run = found[: _num_before_early_stop(request, found)]
+            if run:
                 allow_only(run[0], masks[index])
-                self._runs += [(request, run)] if request.can_be_forced and request.row >= 0 else []
+            if run and request.can_be_forced and request.row >= 0:
+                self._runs.append((request, run))
 
     def settle(self) -> Commit:
         """What followed from the masks themselves: tokens that must come, and requests that ended."""
