@@ -1,22 +1,21 @@
 """MXFP4 checkpoints: equal to what transformers makes of the blocks, and refused where they are none."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_parity_of_families import CLOSE, MAX_LENGTH, paged_logits
 from tiny_models import load, random_tokens
-from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from gapless.errors import CorruptModel
 from gapless.models.loader import load_config, open_weights
-from gapless.models.mxfp4_scheme import dequantize
+from gapless.models.mxfp4_scheme import dequantize, join_blocks, split_blocks
 from gapless.models.source import resolve
-from mxfp4_files import quantized, random_blocks
+from mxfp4_files import expected_logits, quantized, random_blocks
 
 UP = "model.layers.0.mlp.experts.gate_up_proj"
 
@@ -28,20 +27,18 @@ def test_numbers_equal_those_of_transformers() -> None:
 
 def test_a_checkpoint(tmp_path: Path) -> None:
     quantized(tmp_path / "a")
-    config = json.loads((tmp_path / "a/config.json").read_text())
-    config.pop("quantization_config")
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b/config.json").write_text(json.dumps(config))
-    tensors = load_file(tmp_path / "a/model.safetensors")
-    for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
-        whole = convert_moe_packed_tensors(tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales"))
-        tensors[name] = whole.float().contiguous()
-    save_file(tensors, tmp_path / "b/model.safetensors", metadata={"format": "pt"})
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.float32, attn_implementation="eager")
-    with torch.inference_mode():
-        expected = reference.eval()(random_tokens()[None]).logits[0]
+    expected = expected_logits(tmp_path / "a", tmp_path / "b", random_tokens())
     found = paged_logits(load(tmp_path / "a", max_positions=MAX_LENGTH), random_tokens())
     torch.testing.assert_close(found, expected, atol=CLOSE, rtol=CLOSE)
+
+
+def test_blocks_of_a_gguf_and_back() -> None:
+    blocks, scales = random_blocks(3, 8, 2, seed=0)
+    rows = join_blocks(blocks, scales)
+    assert rows.shape == (3, 8, 2 * 17)
+    assert all(map(torch.equal, split_blocks(rows), (blocks, scales)))
+    whole = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType.MXFP4)
+    assert torch.equal(torch.from_numpy(whole), dequantize(blocks, scales).float())
 
 
 def test_weights_as_they_are_stored(tmp_path: Path) -> None:

@@ -158,15 +158,15 @@ def test_loading_holds_a_large_table_once(tmp_path: Path) -> None:
     path = write_quantized(tmp_path / "m.gguf", "Q8_0", tied=True, num_more=200_000)
     size = path.stat().st_size / 2**20
     load_stored(write_quantized(tmp_path / "small.gguf", "Q8_0", tied=True))  # what is made once is there
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     model = load_stored(path)
     assert model.is_quantized
     assert size > 50
-    assert _resident("VmHWM") - before < 1.75 * size
+    assert resident("VmHWM") - before < 1.75 * size
 
 
-def _resident(key: str) -> float:
+def resident(key: str) -> float:
     """MiB"""
     status = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in status if line.startswith(key)).split()[1]) / 1024

@@ -19,8 +19,9 @@ from gapless.models.linear import PLAIN_SCHEME, plain
 from gapless.models.mxfp4_scheme import NO_NUMBER
 from gapless.models.weight import GateBiases, GatedLinear, Linear, Weight
 
+MXFP4 = 39
 # Those that native products read, by the number that GGUF gives them; native/formats.h has the same list.
-KINDS = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 39: "MXFP4"}
+KINDS = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", MXFP4: "MXFP4"}
 _HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block's scales lie
 PANEL = 16  # outputs that native products have side by side
 PIECE_BYTES = 2**24  # read at once, where a file is mapped: then its pages are given back
@@ -109,7 +110,7 @@ def has_finite_scales(kind: int, rows: npt.NDArray[np.uint8]) -> bool:
     import gguf
 
     blocks = rows.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)][1])
-    if KINDS[kind] == "MXFP4":
+    if kind == MXFP4:
         return not (blocks[:, 0] == NO_NUMBER).any()
     places = _HALVES.get(KINDS[kind], (0,))
     return not any(((blocks[:, place + 1] & _EXPONENT) == _EXPONENT).any() for place in places)

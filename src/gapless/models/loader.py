@@ -230,6 +230,14 @@ class WeightReader:
         """Schemes of FP8 and of MXFP4 weights; None: they are made whole. chosen: weights to be quantized to FP8."""
         self._scheme, self._chosen, self._mxfp4 = scheme, chosen, mxfp4
 
+    def has_narrow_experts(self, config: ModelConfig) -> bool:
+        """Whether all experts of safetensors come as numbers of 4 bits."""
+        weights = self._weights
+        if self._mxfp4 is None or not isinstance(weights, Mxfp4Weights):
+            return False
+        stacks = [name for name, shape in weight_shapes(config).items() if len(shape) == 3]
+        return all(weights.is_mxfp4(name) for name in stacks)
+
     def kv_units(self, config: ModelConfig) -> tuple[KVUnits, ...]:
         """Of each layer, what a 1 in an FP8 cache stands for; empty: 1."""
         if not isinstance(self._weights, Fp8Weights):

@@ -46,6 +46,7 @@ class Mxfp4Weights:
 
     def read_mxfp4(self, name: str) -> tuple[Tensor, Tensor]:
         """Blocks [count, out, groups, 16] and scales [count, out, groups]."""
+        self._weights.give_back(name + BLOCKS)  # those before it are made use of, or will be read again
         return self._weights.read(name + BLOCKS), self._weights.read(name + SCALES)
 
     def origin(self, name: str) -> str:

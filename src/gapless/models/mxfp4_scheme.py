@@ -1,6 +1,6 @@
 """The scheme of MXFP4 weights: blocks of 32 numbers of 4 bits and a power of two.
 
-Weights are made whole, exactly, or stay as they are: GPUs multiply by such experts. Knows no file.
+Weights are made whole, exactly, or stay as they are: GPUs and native steps multiply by such experts. Knows no file.
 """
 
 from collections.abc import Sequence
@@ -76,6 +76,14 @@ def split_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
     blocks = rows.view(*rows.shape[:-1], -1, 1 + BLOCK_BYTES)
     numbers = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), -1)
     return numbers[..., ::2] | numbers[..., 1::2] << 4, blocks[..., 0].contiguous()
+
+
+def join_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The reverse of `split_blocks`: [..., groups, 16] and [..., groups] to rows [..., bytes]."""
+    first, second = blocks.chunk(2, -1)
+    low = torch.stack((first & 15, first >> 4), -1).flatten(-2)
+    high = torch.stack((second << 4, second & 240), -1).flatten(-2)
+    return torch.cat((scales[..., None], low | high), -1).flatten(-2)
 
 
 def are_powers(scales: Tensor) -> Tensor:

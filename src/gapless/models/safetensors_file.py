@@ -5,6 +5,7 @@ they are used. Knows nothing of what a tensor is for.
 """
 
 import json
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -56,9 +57,11 @@ class SafetensorsFile:
         self._size = check_regular(path)
         self.tensors = self._laid_out(*self._read_header())
         try:
-            self._storage = torch.UntypedStorage.from_file(str(path), False, self._size)
-        except RuntimeError as error:
-            raise CapacityError(f"{path}: cannot be mapped ({str(error).splitlines()[0]})") from error
+            with path.open("rb") as file:
+                self._mapping = mmap.mmap(file.fileno(), self._size, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise CapacityError(f"{path}: cannot be mapped ({error.strerror})") from error
+        self._storage = torch.frombuffer(self._mapping, dtype=torch.uint8).untyped_storage()
 
     def is_mapped(self, name: str) -> bool:
         """Whether the tensor is read where it lies: a tensor must begin at a multiple of its numbers' size."""
@@ -73,6 +76,10 @@ class SafetensorsFile:
             return torch.empty(0, dtype=kind).set_(self._storage, place, stored.shape)  # type: ignore[call-overload, no-any-return]
         raw = torch.empty(0, dtype=torch.uint8).set_(self._storage, stored.start, (stored.end - stored.start,))  # type: ignore[call-overload]
         return raw.clone().view(kind).view(stored.shape)  # type: ignore[no-any-return]
+
+    def give_back(self) -> None:
+        """Drop the pages that were read: else the whole file would be in memory beside what is made of it."""
+        self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
         """The header, and where it ends."""

@@ -78,6 +78,10 @@ class SafetensorsWeights:
         stored = self._stored(name)
         return self._files[stored].is_mapped(stored)
 
+    def give_back(self, name: str) -> None:
+        """Drop what was read of the tensor's file; who still reads there gets it from the file again."""
+        self._files[self._stored(name)].give_back()
+
     def read_stretch(self, name: str, axis: int, begin: int, end: int) -> Tensor:
         """A part of a tensor; the rest of it is not read."""
         stored = self._stored(name)

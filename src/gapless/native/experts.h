@@ -13,11 +13,12 @@
 
 namespace gapless {
 
-template <class T>
+// T: of the router. E: of the experts.
+template <class T, class E>
 struct ExpertWeights {
     Linear<T> router;               // where experts are quantized, its bias alone
     float* router_table = nullptr;  // there its weights [logits][hidden_size], which files do not quantize
-    std::vector<Linear<T>> gate_up, down;  // of each expert
+    std::vector<Linear<E>> gate_up, down;  // of each expert
 };
 
 // The choices of one step's rows. A phase of one unit calls `group`; until then rows may `choose` side by side.
@@ -61,16 +62,16 @@ class Choices {
 
     // Puts the pairs of `num_rows` rows into the order of their experts, and counts the units of both products. together:
     // panels of gate and up that belong together.
-    template <class T>
-    void group(int num_rows, const ExpertWeights<T>& weights, int together, int num_threads) {
+    template <class T, class E>
+    void group(int num_rows, const ExpertWeights<T, E>& weights, int together, int num_threads) {
         std::fill(starts_.begin(), starts_.end(), 0);
         const long num_pairs = (long)num_rows * num_pairs_;
         for (long pair = 0; pair < num_pairs; pair++) starts_[experts_[pair] + 1]++;
         gate_units_[0] = down_units_[0] = 0;
         for (int e = 0; e < num_experts_ + num_shared_; e++) {
             const int count = starts_[e + 1];
-            gate_units_[e + 1] = gate_units_[e] + Cut<T>(weights.gate_up[e], count, together, num_threads).num_units;
-            down_units_[e + 1] = down_units_[e] + Cut<T>(weights.down[e], count, 1, num_threads).num_units;
+            gate_units_[e + 1] = gate_units_[e] + Cut<E>(weights.gate_up[e], count, together, num_threads).num_units;
+            down_units_[e + 1] = down_units_[e] + Cut<E>(weights.down[e], count, 1, num_threads).num_units;
             starts_[e + 1] += starts_[e];
         }
         std::vector<int32_t> next(starts_.begin(), starts_.end() - 1);

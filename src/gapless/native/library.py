@@ -97,7 +97,7 @@ class CSections(Structure):
 Signatures = dict[str, tuple[object, list[object]]]  # of each function: result, arguments
 
 SIGNATURES: Signatures = {
-    "gapless_model": (c_void_p, [POINTER(CShape), POINTER(CLayerShape), c_int32]),
+    "gapless_model": (c_void_p, [POINTER(CShape), POINTER(CLayerShape), c_int32, c_int32]),
     "gapless_set_matrix": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32, c_int32, c_int32]),
     "gapless_lend_matrix": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
     "gapless_pack_lent": (c_int32, [c_void_p]),

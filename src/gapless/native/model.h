@@ -109,14 +109,14 @@ class Arena {
     std::vector<Piece> pieces_;
 };
 
-template <class T>
+template <class T, class E>
 struct Layer {
     Norm first_norm, second_norm, first_after, second_after;
     float *q_norm, *k_norm;  // of each head's numbers, or of all heads'
     float* sinks;
     LayerShape shape;
     Linear<T> qkv, out, gate_up, down;  // gate_up: a panel of the gate, its panel of up, and so on
-    ExpertWeights<T> experts;  // in place of gate_up and down, where there are some
+    ExpertWeights<T, E> experts;  // in place of gate_up and down, where there are some
 };
 
 inline float to_float(float x) { return x; }
@@ -124,19 +124,23 @@ inline float to_float(uint16_t x) { return from_bf16(x); }
 
 inline int panels(int num_outputs) { return (num_outputs + LANES - 1) / LANES; }
 
-template <class T>
+template <class X>
+constexpr bool IS_QUANTIZED = std::is_same_v<X, Quantized>;
+
+// T: of all matrices but those of experts, which are E: the same, or quantized.
+template <class T, class E>
 class Model {
   public:
     typedef typename T::Weight Weight;
     static constexpr int PATIENCE = 10;  // of the thread that packs: steps that run meanwhile go first
-    static constexpr bool QUANTIZED = std::is_same_v<T, Quantized>;
+    static constexpr bool QUANTIZED = IS_QUANTIZED<T>;
 
     Model(const Shape& shape, const LayerShape* layer_shapes) : shape(shape), layers(shape.num_layers) {
         const int hidden = shape.hidden_size, inner = shape.inner_size;
         if (!shape.tied) make_table();
         zeros_ = vectors_.take<Weight>(std::max({hidden, inner, shape.shared_size, shape.q_size()}));
         if (shape.num_positions) places = arena_.take<Weight>((long)shape.num_positions * hidden);
-        for (Layer<T>& layer : layers) {
+        for (Layer<T, E>& layer : layers) {
             layer.shape = *layer_shapes++;
             if (shape.norm_before) make(layer.first_norm);
             make(layer.qkv, shape.qkv_size(), hidden);
@@ -166,38 +170,40 @@ class Model {
             memcpy(to, data, (long)num_outputs * shape.hidden_size * sizeof(Weight));
             return;
         }
-        if (part == ROUTER && QUANTIZED) {
+        if (part == ROUTER && IS_QUANTIZED<E>) {
             float* to = layers[layer].experts.router_table + (long)first * shape.hidden_size;
             memcpy(to, data, (long)num_outputs * shape.hidden_size * sizeof(float));
             return;
         }
-        Linear<T>& linear = product(part, layer);
-        auto place = [&](int n) { return panel_of(part, first + n); };
-        if constexpr (QUANTIZED) {
-            auto take = [&](long size) { return arena_.take<uint8_t>(size); };
-            const uint8_t* end = linear.pack(kind, (const uint8_t*)data, num_outputs, take, place);
-            if (mapped) give_back((uintptr_t)data, (uintptr_t)end);
-        } else {
-            const Weight* from = (const Weight*)data;
-            put_rows(linear, part, first, num_outputs, [&](int n) { return from + (long)n * linear.num_inputs; });
-            linear.pack_rows([] { return false; });
-            linear.rows.clear();
-        }
+        with_product(part, layer, [&]<class X>(Linear<X>& linear) {
+            auto place = [&](int n) { return panel_of(part, first + n); };
+            if constexpr (IS_QUANTIZED<X>) {
+                auto take = [&](long size) { return arena_.take<uint8_t>(size); };
+                const uint8_t* end = linear.pack(kind, (const uint8_t*)data, num_outputs, take, place);
+                if (mapped) give_back((uintptr_t)data, (uintptr_t)end);
+            } else {
+                const Weight* from = (const Weight*)data;
+                put_rows(linear, part, first, num_outputs, [&](int n) { return from + (long)n * linear.num_inputs; });
+                linear.pack_rows([] { return false; });
+                linear.rows.clear();
+            }
+        });
     }
 
     // The same rows where they lie, each in memory that is mapped from a file and stays so while the model lives. They are
     // packed later, by `pack_lent`.
     void lend_matrix(int part, int layer, const int64_t* rows, int num_outputs, int first) {
-        if constexpr (!QUANTIZED) {
-            if (part == EMBEDDING) {
-                table = (Weight*)rows[0];
-                return;
-            }
-            Linear<T>& linear = product(part, layer);
-            put_rows(linear, part, first, num_outputs, [&](int n) { return (const Weight*)rows[n]; });
-            if (lent_.empty() || lent_.back() != &linear) lent_.push_back(&linear);
-            num_unpacked = lent_.size();
+        if (part == EMBEDDING) {
+            table = (Weight*)rows[0];
+            return;
         }
+        with_product(part, layer, [&]<class X>(Linear<X>& linear) {
+            if constexpr (!IS_QUANTIZED<X>) {
+                put_rows(linear, part, first, num_outputs, [&](int n) { return (const Weight*)rows[n]; });
+                if (lent_.empty() || lent_.back() != &linear) lent_.push_back(&linear);
+                num_unpacked = lent_.size();
+            }
+        });
     }
 
     // Packs what is lent, in the order in which it came, and gives its pages back. Products go on meanwhile.
@@ -236,14 +242,15 @@ class Model {
             memcpy(vector, data, count * sizeof(float));
             return;
         }
-        Linear<T>& linear = product(part, layer);
-        if (linear.bias == nullptr) linear.bias = vectors_.take<float>(linear.num_panels * LANES);
-        for (int n = 0; n < count; n++)
-            linear.bias[panel_of(part, first + n) * LANES + (first + n) % LANES] = data[n];
+        with_product(part, layer, [&](auto& linear) {
+            if (linear.bias == nullptr) linear.bias = vectors_.take<float>(linear.num_panels * LANES);
+            for (int n = 0; n < count; n++)
+                linear.bias[panel_of(part, first + n) * LANES + (first + n) % LANES] = data[n];
+        });
     }
 
     const Shape shape;
-    std::vector<Layer<T>> layers;
+    std::vector<Layer<T, E>> layers;
     Linear<T> head;
     Linear<T> lookup;         // the embedding where it is quantized and not the head
     Weight* table = nullptr;  // the embedding [vocab_size, hidden_size] where it is neither
@@ -282,9 +289,10 @@ class Model {
         if (shape.layer_norm) norm.bias = vectors_.take<float>(shape.hidden_size);  // zero where there is none
     }
 
-    void make(Linear<T>& linear, int num_outputs, int num_inputs, int num_panels = 0) {
+    template <class X>
+    void make(Linear<X>& linear, int num_outputs, int num_inputs, int num_panels = 0) {
         linear.shape(num_outputs, num_inputs, num_panels ? num_panels : panels(num_outputs));
-        if constexpr (!QUANTIZED) linear.memory = arena_.take<Weight>(linear.num_weights());
+        if constexpr (!IS_QUANTIZED<X>) linear.memory = arena_.take<Weight>(linear.num_weights());
     }
 
     void make_table() {
@@ -294,10 +302,10 @@ class Model {
             table = arena_.take<Weight>((long)shape.vocab_size * shape.hidden_size);
     }
 
-    void make(ExpertWeights<T>& experts) {
+    void make(ExpertWeights<T, E>& experts) {
         const int hidden = shape.hidden_size;
         make(experts.router, shape.all_experts(), hidden);
-        if (QUANTIZED) experts.router_table = arena_.take<float>((long)shape.all_experts() * hidden);
+        if (IS_QUANTIZED<E>) experts.router_table = arena_.take<float>((long)shape.all_experts() * hidden);
         experts.gate_up.resize(shape.all_experts()), experts.down.resize(shape.all_experts());
         for (int e = 0; e < shape.all_experts(); e++) {
             const int inner = shape.expert_size(e);
@@ -306,13 +314,21 @@ class Model {
         }
     }
 
-    Linear<T>& product(int part, int layer) {
+    // Calls act with the product that a part belongs to.
+    template <class Act>
+    void with_product(int part, int layer, Act act) {
         const int count = shape.all_experts();
         switch (part) {
-            case ROUTER: return layers[layer].experts.router;
             case EXPERT_GATE:
-            case EXPERT_UP: return layers[layer / count].experts.gate_up[layer % count];
-            case EXPERT_DOWN: return layers[layer / count].experts.down[layer % count];
+            case EXPERT_UP: return act(layers[layer / count].experts.gate_up[layer % count]);
+            case EXPERT_DOWN: return act(layers[layer / count].experts.down[layer % count]);
+            default: act(product(part, layer));
+        }
+    }
+
+    Linear<T>& product(int part, int layer) {
+        switch (part) {
+            case ROUTER: return layers[layer].experts.router;
             case QKV: return layers[layer].qkv;
             case OUT: return layers[layer].out;
             case DOWN: return layers[layer].down;

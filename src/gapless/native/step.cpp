@@ -156,13 +156,16 @@ class AnyEngine {
     virtual void predict(int first, int count, float* logits) = 0;
 };
 
-template <class T>
+// T and E: as the model has them.
+template <class T, class E>
 class Engine : public AnyEngine {
   public:
     typedef typename T::Input Input;
-    static constexpr bool QUANTIZED = Model<T>::QUANTIZED;
+    typedef typename E::Input ExpertInput;
+    static constexpr bool QUANTIZED = IS_QUANTIZED<T>, QUANTIZED_EXPERTS = IS_QUANTIZED<E>;
+    static constexpr bool ALIKE = std::is_same_v<T, E>;
 
-    Engine(const Model<T>& model, const Cache& cache, const Rows& rows, const Rotary& rotary, const Sizes& sizes)
+    Engine(const Model<T, E>& model, const Cache& cache, const Rows& rows, const Rotary& rotary, const Sizes& sizes)
         : model_(model), cache_(cache), rows_(rows), rotary_(rotary), sizes_(sizes), team_(sizes.num_threads) {
         const Shape& s = model.shape;
         const int heads_a_kv_head = s.num_heads / s.num_kv_heads;
@@ -170,18 +173,20 @@ class Engine : public AnyEngine {
         const int room = sizes.max_samples + sizes.max_tokens + MOST_TILE_ROWS;
         ids_.resize(room), positions_.resize(room), table_rows_.resize(room);
         normed_stride_ = T::num_inputs(s.hidden_size), mixed_stride_ = T::num_inputs(s.q_size());
-        inner_stride_ = T::num_inputs(s.inner_size);
-        normed_floats_.resize(sizes.num_threads, std::vector<float>(QUANTIZED ? padded(s.hidden_size) : 0));
+        inner_stride_ = E::num_inputs(s.inner_size);
+        normed_floats_.resize(sizes.num_threads, std::vector<float>(QUANTIZED_EXPERTS ? padded(s.hidden_size) : 0));
         hidden_ = memory_.take<float>((long)room * s.hidden_size);
         heads_ = memory_.take<float>((long)room * s.qkv_size());
         normed_ = memory_.take<Input>((long)room * normed_stride_);
         mixed_ = memory_.take<Input>((long)room * mixed_stride_);
-        inner_ = memory_.take<Input>((long)room * std::max(1, s.num_chosen) * inner_stride_);
+        inner_ = memory_.take<ExpertInput>((long)room * std::max(1, s.num_chosen) * inner_stride_);
         if (s.num_experts) {
-            shared_stride_ = T::num_inputs(s.shared_size);
-            shared_inner_ = memory_.take<Input>((long)room * shared_stride_);
+            shared_stride_ = E::num_inputs(s.shared_size), grouped_stride_ = E::num_inputs(s.hidden_size);
+            shared_inner_ = memory_.take<ExpertInput>((long)room * shared_stride_);
             router_logits_ = memory_.take<float>((long)room * s.all_experts());
-            grouped_ = memory_.take<Input>((long)room * s.num_pairs() * normed_stride_);
+            if constexpr (ALIKE) routed_ = normed_;
+            else routed_ = memory_.take<ExpertInput>((long)room * grouped_stride_);
+            grouped_ = memory_.take<ExpertInput>((long)room * s.num_pairs() * grouped_stride_);
             results_ = memory_.take<float>((long)room * s.num_pairs() * s.hidden_size);
             choices_.resize(room, s.num_experts, s.num_chosen, s.num_shared(), s.shares_of_all);
         }
@@ -214,7 +219,7 @@ class Engine : public AnyEngine {
     }
 
   private:
-    static constexpr int TOGETHER = QUANTIZED ? BLOCK / LANES : 1;  // panels that make one Input
+    static constexpr int TOGETHER = QUANTIZED_EXPERTS ? BLOCK / LANES : 1;  // panels that make one ExpertInput
 
     // Token, position and row of each of the step's tokens: decodes from the rows, chunks from the plan.
     int gather(const Plan& plan) {
@@ -256,7 +261,7 @@ class Engine : public AnyEngine {
         const Input* mixed = mixed_;
         each_row(thread, num_rows, [&](int i) { embed(ids_[i], positions_[i], hidden + (long)i * s.hidden_size); });
         for (int index = 0; index < s.num_layers; index++) {
-            const Layer<T>& layer = model_.layers[index];
+            const Layer<T, E>& layer = model_.layers[index];
             norm_rows(hidden, layer.first_norm, s.eps, num_rows, thread);
             project(layer.qkv, normed_, normed_stride_, heads_, s.qkv_size(), num_rows, thread);
             each_row(thread, num_rows, [&](int i) { rotate_and_store(layer, index, i); });
@@ -267,14 +272,16 @@ class Engine : public AnyEngine {
                 hidden = picked_hidden_, mixed = picked_mixed_;
             }
             if (!s.parallel) add(layer.out, layer.first_after, mixed, mixed_stride_, hidden, num_rows, thread);
-            norm_rows(hidden, layer.second_norm, s.eps, num_rows, thread);
             if (s.num_experts) {
                 add_experts(layer.experts, layer.second_norm, hidden, num_rows, thread);
                 continue;
             }
-            gate(layer.gate_up, num_rows, thread);
-            if (s.parallel) add(layer.out, layer.first_after, mixed, mixed_stride_, hidden, num_rows, thread);
-            add(layer.down, layer.second_after, inner_, inner_stride_, hidden, num_rows, thread);
+            if constexpr (ALIKE) {
+                norm_rows(hidden, layer.second_norm, s.eps, num_rows, thread);
+                gate(layer.gate_up, num_rows, thread);
+                if (s.parallel) add(layer.out, layer.first_after, mixed, mixed_stride_, hidden, num_rows, thread);
+                add(layer.down, layer.second_after, inner_, inner_stride_, hidden, num_rows, thread);
+            }
         }
         norm_rows(hidden, model_.last_norm, s.last_eps, num_rows, thread);
         predict_rows(0, plan.count.num_samples, logits, thread);
@@ -338,7 +345,8 @@ class Engine : public AnyEngine {
     }
 
     // What becomes of a product's tiles: rows of numbers, with the bias.
-    static auto to_rows(const Linear<T>& linear, float* out, long stride) {
+    template <class X>
+    static auto to_rows(const Linear<X>& linear, float* out, long stride) {
         return [&linear, out, stride](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
             for (int n = 0; n < count; n++)
                 for (int m = 0; m < rows; m++) {
@@ -350,7 +358,7 @@ class Engine : public AnyEngine {
         };
     }
 
-    void rotate_and_store(const Layer<T>& layer, int index, int token) {
+    void rotate_and_store(const Layer<T, E>& layer, int index, int token) {
         const Shape& s = model_.shape;
         const int size = s.head_dim, position = positions_[token];
         const float* cos_sin = rotary_.tables + (layer.shape.rope * rotary_.num_positions + position) * 2 * size;
@@ -368,7 +376,7 @@ class Engine : public AnyEngine {
 
     void attend(int index, int num_tokens, int thread) {
         const Shape& s = model_.shape;
-        const Layer<T>& layer = model_.layers[index];
+        const Layer<T, E>& layer = model_.layers[index];
         const Manner manner{layer.shape.window, layer.shape.soft_cap, layer.sinks};
         const int group = s.num_heads / s.num_kv_heads * s.head_dim, num_items = tiles_.size() * s.num_kv_heads;
         team_.phase(thread, num_items, [&](int i) {
@@ -438,7 +446,7 @@ class Engine : public AnyEngine {
     }
 
     // What becomes of the tiles of gate and up, or of up alone: activated inputs of the next product.
-    auto to_inner(const Linear<T>& linear, Input* out, long stride) const {
+    auto to_inner(const Linear<E>& linear, ExpertInput* out, long stride) const {
         const int kind = model_.shape.activation, sides = model_.shape.gated ? 2 : 1;
         return [=, &linear](int row, int rows, int panel, int count, const float* sums, int tile_rows) {
             auto sum = [&](int n, int m) {
@@ -451,8 +459,8 @@ class Engine : public AnyEngine {
             for (int n = 0; n < count; n += TOGETHER * sides)
                 for (int m = 0; m < rows; m++) {
                     const int column = (panel + n) / sides * LANES;
-                    Input* to = out + (row + m) * stride;
-                    if constexpr (QUANTIZED)
+                    ExpertInput* to = out + (row + m) * stride;
+                    if constexpr (QUANTIZED_EXPERTS)
                         quantize(result(n, m), result(n + sides, m), to[column / BLOCK]);
                     else
                         put(to + column, result(n, m), linear.num_outputs - column);
@@ -460,14 +468,17 @@ class Engine : public AnyEngine {
         };
     }
 
-    // A row's logits of the router where experts are quantized: it reads the row before that is rounded.
-    void route(const ExpertWeights<T>& experts, const Norm& norm, const float* row, float* logits, int thread) {
+    // A row's logits of the router, and the row as the experts' input, where they are quantized: the router reads it before
+    // it is rounded.
+    void route(const ExpertWeights<T, E>& experts, const Norm& norm, const float* row, int place, int thread) {
         const Shape& s = model_.shape;
         const int size = s.hidden_size;
+        float* logits = router_logits_ + (long)place * s.all_experts();
         if (norm.weight != nullptr) {
             norm_row(row, norm, s.eps, normed_floats_[thread].data());
             row = normed_floats_[thread].data();
         }
+        quantize(row, size, routed_ + place * grouped_stride_);
         for (int e = 0; e < s.all_experts(); e++) {
             const float* weight = experts.router_table + (long)e * size;
             vec products{};
@@ -478,7 +489,7 @@ class Engine : public AnyEngine {
     }
 
     struct Inner {
-        Input* rows;
+        ExpertInput* rows;
         long stride;
     };
 
@@ -489,37 +500,37 @@ class Engine : public AnyEngine {
     }
 
     // What the chosen experts make of the normalized rows, added to the stream. Rows of one expert lie side by side.
-    void add_experts(const ExpertWeights<T>& experts, const Norm& norm, float* hidden, int num_rows, int thread) {
+    void add_experts(const ExpertWeights<T, E>& experts, const Norm& norm, float* hidden, int num_rows, int thread) {
         if (num_rows == 0) return;
         const Shape& s = model_.shape;
         const int size = s.hidden_size, num_pairs = s.num_pairs(), num_threads = team_.size();
         const int num_logits = s.all_experts();
-        if constexpr (QUANTIZED)
-            each_row(thread, num_rows, [&](int i) {
-                route(experts, norm, hidden + (long)i * size, router_logits_ + (long)i * num_logits, thread);
-            });
-        else
+        if constexpr (QUANTIZED_EXPERTS) {
+            each_row(thread, num_rows, [&](int i) { route(experts, norm, hidden + (long)i * size, i, thread); });
+        } else {
+            norm_rows(hidden, norm, s.eps, num_rows, thread);
             project(experts.router, normed_, normed_stride_, router_logits_, num_logits, num_rows, thread);
+        }
         each_row(thread, num_rows, [&](int i) { choices_.choose(i, router_logits_ + (long)i * num_logits); });
         team_.phase(thread, 1, [&](int) { choices_.group(num_rows, experts, 2 * TOGETHER, num_threads); });
         each_row(thread, num_rows * num_pairs, [&](int pair) {
-            const Input* row = normed_ + pair / num_pairs * normed_stride_;
-            memcpy((void*)(grouped_ + choices_.place(pair) * normed_stride_), row, normed_stride_ * sizeof(Input));
+            const ExpertInput* row = routed_ + pair / num_pairs * grouped_stride_;
+            memcpy((void*)(grouped_ + choices_.place(pair) * grouped_stride_), row, grouped_stride_ * sizeof(ExpertInput));
         });
         team_.phase(thread, choices_.num_gate_units.load(std::memory_order_relaxed), [&](int unit) {
             const auto [e, mine] = choices_.gate_unit(unit);
-            const Linear<T>& linear = experts.gate_up[e];
+            const Linear<E>& linear = experts.gate_up[e];
             const long start = choices_.start(e);
-            const Cut<T> cut(linear, choices_.count(e), 2 * TOGETHER, num_threads);
+            const Cut<E> cut(linear, choices_.count(e), 2 * TOGETHER, num_threads);
             const Inner inner = inner_of(e, start);
             auto done = to_inner(linear, inner.rows, inner.stride);
-            multiply(linear, cut, mine, grouped_ + start * normed_stride_, normed_stride_, done);
+            multiply(linear, cut, mine, grouped_ + start * grouped_stride_, grouped_stride_, done);
         });
         team_.phase(thread, choices_.num_down_units.load(std::memory_order_relaxed), [&](int unit) {
             const auto [e, mine] = choices_.down_unit(unit);
-            const Linear<T>& linear = experts.down[e];
+            const Linear<E>& linear = experts.down[e];
             const long start = choices_.start(e);
-            const Cut<T> cut(linear, choices_.count(e), 1, num_threads);
+            const Cut<E> cut(linear, choices_.count(e), 1, num_threads);
             auto done = to_rows(linear, results_ + start * size, size);
             const Inner inner = inner_of(e, start);
             multiply(linear, cut, mine, inner.rows, inner.stride, done);
@@ -583,7 +594,7 @@ class Engine : public AnyEngine {
         }
     }
 
-    const Model<T>& model_;
+    const Model<T, E>& model_;
     const Cache cache_;
     const Rows rows_;
     const Rotary rotary_;
@@ -594,16 +605,18 @@ class Engine : public AnyEngine {
     std::vector<std::vector<float>> normed_floats_;  // of each thread: a row before it is quantized
     std::vector<int64_t> ids_, positions_, table_rows_;
     std::vector<QueryTile> tiles_;
-    long normed_stride_, mixed_stride_, inner_stride_, shared_stride_ = 0, best_stride_;
+    long normed_stride_, mixed_stride_, inner_stride_, shared_stride_ = 0, grouped_stride_ = 0, best_stride_;
     float *hidden_, *heads_;           // [tokens][hidden_size], [tokens][qkv_size]
     float* product_ = nullptr;         // [tokens][hidden_size], where products are normalized before they are added
-    Input *normed_, *mixed_, *inner_;  // [tokens][stride]; what pads a row stays zero
+    Input *normed_, *mixed_;           // [tokens][stride]; what pads a row stays zero, here and in the next
+    ExpertInput* inner_;               // what the first half of an MLP makes of them, of experts or not
     float* picked_hidden_;             // [picked][hidden_size]
     Input* picked_mixed_;
-    Input* shared_inner_ = nullptr;   // the same of the shared expert
+    ExpertInput* shared_inner_ = nullptr;  // the same of the shared expert
     Choices choices_;                 // of experts, as the following ones
     float* router_logits_ = nullptr;  // [tokens][logits]
-    Input* grouped_ = nullptr;        // [pairs][stride]: normed rows, one expert after the other
+    ExpertInput* routed_ = nullptr;   // [tokens][stride]: normed rows as experts read them
+    ExpertInput* grouped_ = nullptr;  // [pairs][stride]: the same, one expert after the other
     float* results_ = nullptr;        // [pairs][hidden_size]
     Best* best_;  // [threads][samples]
 };
@@ -619,7 +632,7 @@ class AnyModel {
     virtual AnyEngine* engine(const Cache&, const Rows&, const Rotary&, const Sizes&) const = 0;
 };
 
-template <class T>
+template <class T, class E>
 class ModelOf : public AnyModel {
   public:
     ModelOf(const Shape& shape, const LayerShape* layers) : model_(shape, layers) {}
@@ -641,11 +654,11 @@ class ModelOf : public AnyModel {
     }
 
     AnyEngine* engine(const Cache& c, const Rows& r, const Rotary& t, const Sizes& s) const override {
-        return new Engine<T>(model_, c, r, t, s);
+        return new Engine<T, E>(model_, c, r, t, s);
     }
 
   private:
-    Model<T> model_;
+    Model<T, E> model_;
 };
 
 }  // namespace gapless
@@ -674,11 +687,14 @@ static int status_of(Act act) {
 
 extern "C" {
 
-AnyModel* gapless_model(const Shape* shape, const LayerShape* layers, int weights) {
-    return or_null([&]() -> AnyModel* {
-        if (weights == QUANTIZED) return new ModelOf<Quantized>(*shape, layers);
-        if (weights == BFLOAT16) return new ModelOf<Bfloat16>(*shape, layers);
-        return new ModelOf<Float32>(*shape, layers);
+// quantized_experts: those are, whatever the others are.
+AnyModel* gapless_model(const Shape* shape, const LayerShape* layers, int weights, int quantized_experts) {
+    auto make = [&]<class T>(T) -> AnyModel* {
+        if (quantized_experts) return new ModelOf<T, Quantized>(*shape, layers);
+        return new ModelOf<T, T>(*shape, layers);
+    };
+    return or_null([&] {
+        return weights == QUANTIZED ? make(Quantized()) : weights == BFLOAT16 ? make(Bfloat16()) : make(Float32());
     });
 }
 

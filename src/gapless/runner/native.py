@@ -23,10 +23,11 @@ from gapless.core.row_fields import PROCESSED_SCORES
 from gapless.device.base import Buffer, Device
 from gapless.errors import CapacityError
 from gapless.models.config import ModelConfig
-from gapless.models.gguf_scheme import PANEL, PIECE_BYTES, GGUFScheme
+from gapless.models.gguf_scheme import MXFP4, PANEL, PIECE_BYTES, GGUFScheme
 from gapless.models.layers import ExpertWeights, GatedWeights, Norm
 from gapless.models.linear import plain
 from gapless.models.mapped_scheme import MappedScheme
+from gapless.models.mxfp4_scheme import Mxfp4Scheme, join_blocks
 from gapless.models.reader import LayerReader, ReadWeight, read_last_norm
 from gapless.models.rope import RotaryTable
 from gapless.models.rope_config import RopeConfig
@@ -74,8 +75,13 @@ def why_not(dtype: torch.dtype, model: ModelConfig | None = None) -> str | None:
 class NativeModel:
     """The weights of one model, packed by the library. Read-only once made; engines may share it."""
 
-    def __init__(self, config: ModelConfig, read: ReadWeight, max_positions: int | None = None) -> None:
-        """max_positions: how many positions the rope table holds, all of the config's unless given."""
+    def __init__(
+        self, config: ModelConfig, read: ReadWeight, max_positions: int | None = None, *, narrow_experts: bool = False
+    ) -> None:
+        """max_positions: how many positions the rope table holds, all of the config's unless given.
+
+        narrow_experts: all of them are MXFP4, and stay so.
+        """
         self.config = config
         self._library = native.load_library()
         table = read(f"{config.names.embedding}.weight")
@@ -85,7 +91,10 @@ class NativeModel:
         ropes = list(dict.fromkeys(spec.rope for spec in config.attention_specs()))
         shapes = (native.CLayerShape * config.num_layers)(*(_layer_shape(spec, ropes) for spec in config.layers))
         weights = "QUANTIZED" if self.is_quantized else {torch.bfloat16: "BFLOAT16"}.get(dtype, "FLOAT32")
-        self.handle = self._library.gapless_model(_shape(config, dtype), shapes, native.WEIGHTS.index(weights))
+        self.has_quantized_experts = self.is_quantized or narrow_experts
+        self.handle = self._library.gapless_model(
+            _shape(config, dtype), shapes, native.WEIGHTS.index(weights), self.has_quantized_experts
+        )
         if not self.handle:
             raise CapacityError("no memory for the weights")
         weakref.finalize(self, self._library.gapless_drop_model, self.handle).atexit = False
@@ -139,7 +148,9 @@ class NativeModel:
         self._set_linear(f"{prefix}UP", layer, gate.up, gate.up_bias)
 
     def _set_experts(self, layer: int, weights: ExpertWeights) -> None:
-        self._set_linear("ROUTER", layer, plain(weights.router.dense()), weights.router_bias)
+        router = weights.router.dense()
+        router = router.float() if self.has_quantized_experts else router
+        self._set_linear("ROUTER", layer, plain(router), weights.router_bias)
         for number, expert in enumerate(weights.experts, layer * len(weights.experts)):
             self._set_gate("EXPERT_", number, expert.gate)
             self._set_linear("EXPERT_DOWN", number, expert.down, expert.down_bias)
@@ -164,7 +175,7 @@ class NativeModel:
             _check(self._library.gapless_lend_matrix(*where, len(rows), 0))
             return
         is_mapped = isinstance(scheme, GGUFScheme) and scheme.is_mapped
-        for kind, rows in _pieces(weight):
+        for kind, rows in _pieces(weight, self.has_quantized_experts):
             where = (self.handle, _PART[part], layer, rows.data_ptr())
             _check(self._library.gapless_set_matrix(*where, kind, len(rows), first, is_mapped))
             first += len(rows)
@@ -305,9 +316,13 @@ class NativeRunner:
         return self.logits[:count]
 
 
-def _pieces(weight: Weight) -> Iterator[tuple[int, Tensor]]:
+def _pieces(weight: Weight, keeps_mxfp4: bool) -> Iterator[tuple[int, Tensor]]:
     """Rows and their kind; those of a mapped file a few at a time, whole panels of them."""
     scheme = weight.scheme
+    if keeps_mxfp4 and isinstance(scheme, Mxfp4Scheme):
+        assert weight.scales is not None
+        yield MXFP4, join_blocks(weight.data, weight.scales)
+        return
     if not isinstance(scheme, GGUFScheme):
         yield 0, weight.dense().contiguous()
         return

@@ -129,7 +129,7 @@ def load_native(
     progress: BuildProgress | None = None,
     stored: bool = False,
 ) -> NativeModel:
-    """The model for native steps; no second copy of its weights remains. FP8 weights are made whole.
+    """The model for native steps; no second copy of its weights remains. FP8 weights are made whole, MXFP4 ones not.
 
     Weights that a file has in the form that steps want are mapped, and packed while the first steps run.
 
@@ -143,12 +143,13 @@ def load_native(
         load_format=load_format,
         seed=seed,
         quantization=quantization,
+        keeps_mxfp4=True,
         progress=progress,
         stored=stored,
         mapped=True,
     )
     with torch.inference_mode():
-        return NativeModel(config, read, max_positions)
+        return NativeModel(config, read, max_positions, narrow_experts=read.has_narrow_experts(config))
 
 
 def _multiplies_bfloat16() -> bool:
