@@ -278,8 +278,8 @@ class WeightReader:
         tensor = found.to(device=self._device, dtype=self._dtype)
         if self._scheme is not None and name in self._chosen:
             return Weight(tensor, self._scheme), tensor.sum()
-        is_mapped = isinstance(weights, SafetensorsWeights) and weights.is_mapped(name) and tensor is found
-        stays = self.keeps_mapped and is_mapped and tensor.dim() == 2
+        can_stay = isinstance(weights, SafetensorsWeights | Mxfp4Weights) and weights.is_mapped(name)
+        stays = self.keeps_mapped and can_stay and tensor is found and tensor.dim() > 1
         return (mapped_weight(tensor) if stays else plain(tensor)), tensor.sum()
 
     def _check_values(self) -> None:

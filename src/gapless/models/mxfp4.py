@@ -41,6 +41,9 @@ class Mxfp4Weights:
             return self._weights.read(name)
         return dequantize(*self.read_mxfp4(name)).transpose(1, 2)
 
+    def is_mapped(self, name: str) -> bool:
+        return name not in self._shapes and self._weights.is_mapped(name)
+
     def is_mxfp4(self, name: str) -> bool:
         return name in self._shapes
 

@@ -99,7 +99,7 @@ Signatures = dict[str, tuple[object, list[object]]]  # of each function: result,
 SIGNATURES: Signatures = {
     "gapless_model": (c_void_p, [POINTER(CShape), POINTER(CLayerShape), c_int32, c_int32]),
     "gapless_set_matrix": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32, c_int32, c_int32]),
-    "gapless_lend_matrix": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
+    "gapless_lend_matrix": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int64]),
     "gapless_pack_lent": (c_int32, [c_void_p]),
     "gapless_num_unpacked": (c_int32, [c_void_p]),
     "gapless_set_vector": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),

@@ -191,15 +191,16 @@ class Model {
     }
 
     // The same rows where they lie, each in memory that is mapped from a file and stays so while the model lives. They are
-    // packed later, by `pack_lent`.
-    void lend_matrix(int part, int layer, const int64_t* rows, int num_outputs, int first) {
+    // packed later, by `pack_lent`. `step`: from a number of a row to the next, the same for all rows of a product.
+    void lend_matrix(int part, int layer, const int64_t* rows, int num_outputs, int64_t step) {
         if (part == EMBEDDING) {
             table = (Weight*)rows[0];
             return;
         }
         with_product(part, layer, [&]<class X>(Linear<X>& linear) {
             if constexpr (!IS_QUANTIZED<X>) {
-                put_rows(linear, part, first, num_outputs, [&](int n) { return (const Weight*)rows[n]; });
+                put_rows(linear, part, 0, num_outputs, [&](int n) { return (const Weight*)rows[n]; });
+                linear.step = step;
                 if (lent_.empty() || lent_.back() != &linear) lent_.push_back(&linear);
                 num_unpacked = lent_.size();
             }
@@ -214,7 +215,7 @@ class Model {
                 for (Linear<T>* linear : lent_) {
                     linear->pack_rows([this] { return stopping_.load(std::memory_order_relaxed); });
                     if (stopping_) return;
-                    give_back(linear->rows, linear->num_inputs * sizeof(Weight));
+                    give_back(*linear);
                     num_unpacked--;
                 }
             });
@@ -268,7 +269,18 @@ class Model {
     }
 
     // Whole pages of mapped rows are dropped; who still reads them gets them from the file again.
-    static void give_back(const std::vector<const Weight*>& rows, long row_size) {
+    static void give_back(const Linear<T>& linear) {
+        const std::vector<const Weight*>& rows = linear.rows;
+        const long row_size = linear.num_inputs * sizeof(Weight);
+        if (linear.step != 1) {  // columns: all of their matrix
+            uintptr_t start = UINTPTR_MAX, end = 0;
+            for (const Weight* row : rows) {
+                if (row == nullptr) continue;
+                start = std::min(start, (uintptr_t)row);
+                end = std::max(end, (uintptr_t)(row + (linear.num_inputs - 1) * linear.step + 1));
+            }
+            return give_back(start, end);
+        }
         for (size_t i = 0; i < rows.size();) {
             const uintptr_t start = (uintptr_t)rows[i];
             uintptr_t end = start;

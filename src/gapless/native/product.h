@@ -104,6 +104,7 @@ struct Linear {
     Weight* weights = nullptr;  // null: not packed yet. Written while others read: by `publish` alone
     Weight* memory = nullptr;   // where they are packed
     std::vector<const Weight*> rows;  // lent: [num_panels * 16], null where there is no output; or none
+    long step = 1;                    // from a number of a row to the next
     const Weight* zeros = nullptr;    // for those: [num_inputs]
     float* bias = nullptr;  // [num_panels * 16], or none
 
@@ -121,7 +122,7 @@ struct Linear {
     // A number, packed or lent.
     Weight at(int panel, int lane, int k) const {
         const Weight* from = packed();
-        if (from == nullptr) return rows[(long)panel * LANES + lane][k];
+        if (from == nullptr) return rows[(long)panel * LANES + lane][k * step];
         return from[((long)panel * depth + k / T::STEP * T::STEP) * LANES + lane * T::STEP + k % T::STEP];
     }
 
@@ -147,6 +148,7 @@ struct Linear {
 
     // One panel of lent rows.
     void pack(int panel, Weight* to) const {
+        if (step != 1) return pack_columns(rows.data() + (long)panel * LANES, to);
         const Weight* from[LANES];
         for (int lane = 0; lane < LANES; lane++) {
             const Weight* row = rows[(long)panel * LANES + lane];
@@ -159,6 +161,24 @@ struct Linear {
         for (; k < depth; k++)
             for (int lane = 0; lane < LANES; lane++)
                 to[((long)k / T::STEP * LANES + lane) * T::STEP + k % T::STEP] = k < num_inputs ? from[lane][k] : Weight{};
+    }
+
+  private:
+    // The same of rows that are columns of what the host has. Mostly they lie side by side there.
+    void pack_columns(const Weight* const* from, Weight* to) const {
+        bool are_neighbours = true;
+        for (int lane = 0; lane < LANES; lane++) are_neighbours &= from[lane] != nullptr && from[lane] == from[0] + lane;
+        for (int k = 0; k < depth; k += T::STEP, to += LANES * T::STEP)
+            for (int i = 0; i < T::STEP; i++) {
+                const long place = (k + i) * step;
+                if (k + i >= num_inputs)
+                    for (int lane = 0; lane < LANES; lane++) to[lane * T::STEP + i] = Weight{};
+                else if (are_neighbours)
+                    for (int lane = 0; lane < LANES; lane++) to[lane * T::STEP + i] = from[0][place + lane];
+                else
+                    for (int lane = 0; lane < LANES; lane++)
+                        to[lane * T::STEP + i] = from[lane] == nullptr ? Weight{} : from[lane][place];
+            }
     }
 };
 

@@ -625,7 +625,7 @@ class AnyModel {
   public:
     virtual ~AnyModel() = default;
     virtual void set_matrix(int part, int layer, const void* data, int kind, int num_outputs, int first, bool mapped) = 0;
-    virtual void lend_matrix(int part, int layer, const int64_t* rows, int num_outputs, int first) = 0;
+    virtual void lend_matrix(int part, int layer, const int64_t* rows, int num_outputs, int64_t step) = 0;
     virtual void pack_lent() = 0;
     virtual int num_unpacked() const = 0;
     virtual void set_vector(int part, int layer, const float* data, int count, int first) = 0;
@@ -641,8 +641,8 @@ class ModelOf : public AnyModel {
         model_.set_matrix(part, layer, data, kind, num_outputs, first, mapped);
     }
 
-    void lend_matrix(int part, int layer, const int64_t* rows, int num_outputs, int first) override {
-        model_.lend_matrix(part, layer, rows, num_outputs, first);
+    void lend_matrix(int part, int layer, const int64_t* rows, int num_outputs, int64_t step) override {
+        model_.lend_matrix(part, layer, rows, num_outputs, step);
     }
 
     void pack_lent() override { model_.pack_lent(); }
@@ -704,8 +704,8 @@ int gapless_set_matrix(
     return status_of([&] { return model->set_matrix(part, layer, data, kind, num_outputs, first, mapped), OK; });
 }
 
-int gapless_lend_matrix(AnyModel* model, int part, int layer, const int64_t* rows, int num_outputs, int first) {
-    return status_of([&] { return model->lend_matrix(part, layer, rows, num_outputs, first), OK; });
+int gapless_lend_matrix(AnyModel* model, int part, int layer, const int64_t* rows, int num_outputs, int64_t step) {
+    return status_of([&] { return model->lend_matrix(part, layer, rows, num_outputs, step), OK; });
 }
 
 int gapless_pack_lent(AnyModel* model) {

@@ -172,7 +172,7 @@ class NativeModel:
             self._lent.append(scheme)
             rows = scheme.addresses(weight)
             where = (self.handle, _PART[part], layer, rows.data_ptr())
-            _check(self._library.gapless_lend_matrix(*where, len(rows), 0))
+            _check(self._library.gapless_lend_matrix(*where, len(rows), scheme.step))
             return
         is_mapped = isinstance(scheme, GGUFScheme) and scheme.is_mapped
         for kind, rows in _pieces(weight, self.has_quantized_experts):
