@@ -14,7 +14,7 @@ from gapless.models.registry import hf_config
 from gapless.models.rope_config import RopeConfig
 from gapless.models.spec import NATIVE, ExpertSpec, Feature, LayerSpec, attention_features, lacking
 from gapless.native import library
-from gapless.runner.native import why_not
+from gapless.runner.native_model import why_not
 
 PLAIN = hf_config(raw_config())
 LAYER = PLAIN.layers[0]

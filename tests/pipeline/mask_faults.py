@@ -17,7 +17,7 @@ from gapless.core.scheduler import Scheduler
 from gapless.errors import GaplessError
 from gapless.pipeline.masks import Masks
 from gapless.runner.fill import Filled
-from gapless.runner.native import NativeRunner
+from gapless.runner.native_runner import NativeRunner
 from gapless.runner.processors import SampledRows
 from gapless.runner.row_store import RowStore
 from gapless.runner.steering import Steering

@@ -11,9 +11,9 @@ import gapless.runner.step
 from gapless.core.plan import NO_SEATS, NOTHING
 from gapless.core.row_fields import need
 from gapless.native import library
-from gapless.runner import native
+from gapless.runner import native_runner
 from gapless.runner.fill import Filled, Packed
-from gapless.runner.native import NativeRunner
+from gapless.runner.native_runner import NativeRunner
 from gapless.runner.row_store import RowStore, seat_columns
 
 FAULTS = fault = Table(NATIVE)
@@ -43,7 +43,7 @@ def _(original):
         late = getattr(self, "late", None)
         self.late = (plan, packed.clone()) if len(plan.seat_rows) else None
         if late is not None:
-            self.rows.apply(native.unpack(late[1], native.Sections.of(late[0])))
+            self.rows.apply(native_runner.unpack(late[1], native_runner.Sections.of(late[0])))
 
     return step
 

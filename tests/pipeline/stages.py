@@ -23,7 +23,7 @@ from gapless.proof.stage import Cast, ModelStage, Room, fresh_device
 from gapless.proof.tiny import tiny_stage
 from gapless.runner.kits.base import BlockMemory
 from gapless.runner.logprobs import score
-from gapless.runner.native import why_not
+from gapless.runner.native_model import why_not
 from toy import VOCAB, toy_runner
 
 

@@ -45,7 +45,7 @@ def test_a_model_is_refused_before_its_weights_are_read(
 
 
 def test_what_the_native_step_lacks_runs_in_torch(dummy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gapless.runner.native.NATIVE", frozenset())
+    monkeypatch.setattr("gapless.runner.native_model.NATIVE", frozenset())
     change_layers(monkeypatch, mlp=MlpSpec(64, kind="experts", experts=ExpertSpec(4, 2)))
     found = resolve.resolve(options(dummy_dir), find(dummy_dir))
     assert (found.native, found.slow_reason) == (False, "experts")

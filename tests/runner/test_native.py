@@ -30,10 +30,11 @@ from gapless.models.config import ModelConfig
 from gapless.models.loader import load_config, load_model, open_weights
 from gapless.models.source import resolve
 from gapless.native import library
-from gapless.runner import native
+from gapless.runner import native_runner
 from gapless.runner.kits import cpu
 from gapless.runner.kv_store import KVStore
-from gapless.runner.native import NativeModel, NativeRunner
+from gapless.runner.native_model import NativeModel
+from gapless.runner.native_runner import NativeRunner
 from gapless.runner.processors import MASKED, SampledRows, mask
 from gapless.runner.row_store import seat_columns
 from tiny import CPU, PROMPTS, VOCAB_SIZE, write_tiny
@@ -202,7 +203,7 @@ def test_no_bit_depends_on_whether_weights_are_packed_yet(
         found = bench.step(Feed(num_tokens % 7, 0, TOKENS[:num_tokens]))[0]
         if num_tokens == 100:
             assert torch.equal(found, expected)
-    assert bench.runner.ledger[native.UNPACKED] == 3
+    assert bench.runner.ledger[native_runner.UNPACKED] == 3
     monkeypatch.undo()
     assert pack(model.handle) == 0
     until = time.monotonic() + 20
@@ -210,9 +211,9 @@ def test_no_bit_depends_on_whether_weights_are_packed_yet(
         assert torch.equal(bench.step(Feed(0, 0, TOKENS))[0], expected)
     assert model.num_unpacked == 0
     assert torch.equal(bench.step(Feed(0, 0, TOKENS))[0], expected)
-    counted = bench.runner.ledger[native.UNPACKED]
+    counted = bench.runner.ledger[native_runner.UNPACKED]
     bench.step(Feed(0, 0, TOKENS))
-    assert bench.runner.ledger[native.UNPACKED] == counted
+    assert bench.runner.ledger[native_runner.UNPACKED] == counted
 
 
 def test_a_model_may_go_while_it_is_packed(tmp_path: Path) -> None:
@@ -362,7 +363,7 @@ def test_without_a_compiler_steps_run_in_torch_and_say_so(
 ) -> None:
     from gapless.cli import main
 
-    monkeypatch.setattr(native.native, "why_unavailable", lambda: "no C++ compiler")
+    monkeypatch.setattr(library, "why_unavailable", lambda: "no C++ compiler")
     with LLM(tiny_dir, **CPU) as llm:
         llm.generate(["abc"], SamplingParams(max_tokens=3, ignore_eos=True))
         assert llm.engine.monitor.ledger()["no native call: no C++ compiler"] == 3

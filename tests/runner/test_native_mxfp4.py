@@ -16,7 +16,7 @@ from gapless.models.loader import load_config
 from gapless.models.source import resolve
 from gapless.native import library
 from gapless.runner.kits import cpu
-from gapless.runner.native import NativeModel
+from gapless.runner.native_model import NativeModel
 from mxfp4_files import expected_logits, make_whole, quantized
 
 pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason=str(library.why_unavailable()))

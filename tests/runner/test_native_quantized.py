@@ -22,7 +22,7 @@ from gapless.models.source import resolve
 from gapless.native import library
 from gapless.runner.kits import cpu
 from gapless.runner.kits.base import Settings
-from gapless.runner.native import NativeModel
+from gapless.runner.native_model import NativeModel
 from quantized import HIDDEN, VOCAB_SIZE, write_quantized
 
 pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason=str(library.why_unavailable()))

@@ -13,7 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from gapless.core.request import RowTable
-from gapless.runner.native import NativeRunner
+from gapless.runner.native_runner import NativeRunner
 from gapless.runner.runner import Runner
 from gapless.server.engine_process import main
 from tiny import ids

@@ -57,7 +57,7 @@ def load_own(folder: Path) -> Iterator[None]:
     """The rest of it is packing, which goes on after the first token."""
     from gapless.core.params import SamplingParams
     from gapless.llm import LLM
-    from gapless.runner.native import wait_until_packed
+    from gapless.runner.native_model import wait_until_packed
 
     with LLM(folder, device="cpu", dtype="bfloat16", max_num_rows=1, max_batch_tokens=16, num_blocks=16) as llm:
         llm.generate([[5]], SamplingParams(max_tokens=1, temperature=0))

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from gapless.config import cache_dir, compilers
-from gapless.errors import NativeUnavailable
+from gapless.errors import CapacityError, NativeUnavailable
 
 SOURCES = Path(__file__).parent
 STEP, AUTOMATON = "step", "automaton"  # each is a source, and a library of its own
@@ -94,6 +94,13 @@ class CSections(Structure):
     ]
 
 
+_FAILURES = {
+    1: "a token id outside the vocabulary",
+    2: "a position beyond the rope table",
+    3: "more tokens or samples than the engine has room for",
+}
+_NO_MEMORY = 4
+
 Signatures = dict[str, tuple[object, list[object]]]  # of each function: result, arguments
 
 SIGNATURES: Signatures = {
@@ -123,6 +130,14 @@ AUTOMATON_SIGNATURES: Signatures = {
     "gapless_drop_automaton": (None, [c_void_p]),
     "gapless_drop_walker": (None, [c_void_p]),
 }
+
+
+def check(status: int) -> None:
+    """Raise what a status stands for; step.cpp has the same numbers."""
+    if status == _NO_MEMORY:
+        raise CapacityError("no memory for the native step")
+    if status != 0:
+        raise RuntimeError(f"the plan holds {_FAILURES[status]}")
 
 
 @cache

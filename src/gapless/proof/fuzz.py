@@ -29,7 +29,7 @@ from gapless.proof.report import ProofFailure, Tally
 from gapless.proof.schedule import Schedule
 from gapless.proof.stage import ModelStage
 from gapless.proof.tiny import FAMILIES, TINY, named_stage, tiny_config
-from gapless.runner.native import why_not
+from gapless.runner.native_model import why_not
 
 MENU = Menu(block_sizes=(1, 2, 3, 4, 5, 8, 16), most_requests=10, most_tokens=14, last_arrival=20, failing_share=0.2)
 NUM_MODELS = 2  # of each family

@@ -26,7 +26,7 @@ from gapless.runner.build import assemble, load
 from gapless.runner.kits import kit_for
 from gapless.runner.kits.base import BlockMemory, LoadedModel
 from gapless.runner.layer_groups import LayerGroups
-from gapless.runner.native import NativeModel
+from gapless.runner.native_model import NativeModel
 from gapless.runner.resolve import Resolved, resolve, settle
 from gapless.text.tokenizer import Tokenizer
 

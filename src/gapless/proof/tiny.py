@@ -22,7 +22,7 @@ from gapless.models.shapes import weight_shapes
 from gapless.models.weight import Weight
 from gapless.proof.stage import LONE_BLOCK_SIZE, ModelStage, Room
 from gapless.runner.layer_groups import LayerGroups
-from gapless.runner.native import NativeModel
+from gapless.runner.native_model import NativeModel
 from gapless.runner.resolve import Resolved
 from gapless.text.parts import TokenizerParts
 from gapless.text.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from gapless.runner.kits import kit_for
 from gapless.runner.kits.base import BuildProgress, Built, LoadedModel, Resolved, Settings, WeightOptions
 from gapless.runner.logprobs import score
 from gapless.runner.memory import shortage_named
-from gapless.runner.native import NativeModel
+from gapless.runner.native_model import NativeModel
 from gapless.runner.resolve import max_model_len, read_config, resolve_on, settle
 
 __all__ = ["Built", "assemble", "build", "load"]

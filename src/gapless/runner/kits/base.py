@@ -30,7 +30,7 @@ from gapless.models.transformers_model import TransformersLM
 from gapless.runner.fill import Filled
 from gapless.runner.kv_store import KVStore
 from gapless.runner.layer_groups import LayerGroups
-from gapless.runner.native import NativeModel
+from gapless.runner.native_model import NativeModel
 from gapless.runner.steering import Steering
 
 BuildProgress = Callable[[int, int], None]

@@ -32,7 +32,8 @@ from gapless.runner.kits.base import (
     make_kv_store,
     refuse,
 )
-from gapless.runner.native import NativeModel, NativeRunner, why_not
+from gapless.runner.native_model import NativeModel, why_not
+from gapless.runner.native_runner import NativeRunner
 from gapless.runner.runner import Runner
 from gapless.runner.sampler import pick
 from gapless.runner.shared_draw import shared

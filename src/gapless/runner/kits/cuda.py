@@ -52,7 +52,7 @@ from gapless.runner.kits.base import (
     refuse,
 )
 from gapless.runner.kv_store import KVStore
-from gapless.runner.native import NativeModel
+from gapless.runner.native_model import NativeModel
 from gapless.runner.runner import Runner
 from gapless.runner.shared_draw import shared
 from gapless.runner.step import Step
