@@ -168,13 +168,14 @@ def test_native_products_with_experts_as_they_are_stored(tmp_path: Path, name: s
     save(tmp_path, name, kind, "Q8_0")
     prompts, params = [random_tokens().tolist()], SamplingParams(max_tokens=4, temperature=0, logprobs=0)
     found = []
-    for options in ({}, {"dtype": "float32", "native": False}):
+    for options in ({}, {"dtype": "float32", "native": False}, {"dtype": "float32"}):
         with LLM(tmp_path / "m.gguf", device="cpu", num_blocks=32, max_num_rows=2, **options) as llm:
             assert llm.engine.resolved.stored == (not options)
             found.append(llm.generate(prompts, params)[0])
-    stored, dense = ([score.logprob for score in each.logprobs] for each in found)
-    assert found[0].token_ids == found[1].token_ids
+    stored, dense, whole = ([score.logprob for score in each.logprobs] for each in found)
+    assert found[0].token_ids == found[1].token_ids == found[2].token_ids
     assert np.abs(np.subtract(stored, dense)).max() < 0.1
+    assert np.abs(np.subtract(whole, dense)).max() < 1e-4  # a named dtype makes them whole
 
 
 def save(path: Path, name: str, kind: str = "F32", others: str = "F32") -> Any:
