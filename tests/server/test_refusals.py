@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 from typing import Any
 
@@ -441,20 +442,22 @@ def test_two_requests_on_one_connection(server: Server) -> None:
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(server: Server) -> None:
-    """128 rows and a queue of 64: the eighth times 24 fits, one more does not, and all ends well."""
-    body = {"prompt": ["a"] * 8, "max_tokens": 900, "ignore_eos": True, "stream": True}
-    raws = []
-    for _ in range(24):
-        raw = socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S)
-        raw.sendall(_post("/v1/completions", body))
-        raws.append(raw)
-    for raw in raws:
-        assert raw.recv(20).startswith(b"HTTP/1.1 200")
+    """128 rows and a queue of 64: the eighth times 24 fits, one more does not, and all ends well.
+
+    All are sent before the first answer is read, so that none of them ends meanwhile. The last one is refused.
+    """
     refused = server.metric('gapless_requests_total{outcome="refused"}')
-    with pytest.raises(openai.RateLimitError) as caught:
-        server.client().completions.create(model="tiny", prompt="a")
-    assert int(caught.value.response.headers["retry-after"]) >= 1
-    assert caught.value.code == "queue_full"
+    body = {"prompt": ["a"] * 8, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    raws = [socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) for _ in range(25)]
+    for number, raw in enumerate(raws):
+        raw.sendall(_post("/v1/completions", body if number < 24 else body | {"prompt": "a"}))
+    heads = [raw.recv(4096).decode() for raw in raws]
+    ((raw, answer),) = [pair for pair in zip(raws, heads, strict=True) if not pair[1].startswith("HTTP/1.1 200")]
+    assert answer.startswith("HTTP/1.1 429")
+    while not answer.endswith("}"):
+        answer += raw.recv(4096).decode()
+    assert int(re.search("(?i)retry-after: ([0-9]+)", answer)[1]) >= 1
+    assert "queue_full" in answer
     assert server.metric('gapless_requests_total{outcome="refused"}') == refused + 1
     for raw in raws:
         raw.close()
