@@ -42,7 +42,7 @@ def overlap_line(stats: Stats, monitor: Monitor) -> str:
         f"depth {monitor.depth}" + ("" if monitor.depth_is_final else " (still measuring)"),
     ]
     if stats.num_forced:
-        parts.append(f"{stats.num_forced} tokens without a step of their own")
+        parts.append(f"{stats.num_forced} token{'' if stats.num_forced == 1 else 's'} without a step of their own")
     if stats.num_cached_tokens:
         parts.append(f"{stats.num_cached_tokens / max(stats.num_prompt_tokens, 1):.0%} of prompt tokens cached")
     reasons = [f"{reason} ({count})" for reason, count in monitor.ledger().items()]
