@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -138,10 +138,10 @@ def _(original):
 
 @fault("a token that must come counts again when its sample is back", Facts, "foresee")
 def _(original):
-    def foresee(self: Facts, row: int, tokens: Sequence[int]) -> Commit:
-        found = original(self, row, tokens)
-        self._rows.num_foreseen -= int(self._rows.foreseen[row])
-        self._rows.foreseen[row] = 0
+    def foresee(self: Facts, runs: Mapping[int, Sequence[int]]) -> Commit:
+        found, rows = original(self, runs), list(runs)
+        self._rows.num_foreseen -= int(self._rows.foreseen[rows].sum())
+        self._rows.foreseen[rows] = 0
         return found
 
     return foresee
@@ -149,10 +149,11 @@ def _(original):
 
 @fault("tokens that must come go on behind a stop", Facts, "foresee")
 def _(original):
-    def foresee(self: Facts, row: int, tokens: Sequence[int]) -> Commit:
-        stop_ids, self._rows.stop_ids[row] = self._rows.stop_ids[row].copy(), -1
-        found = original(self, row, tokens)
-        self._rows.stop_ids[row] = stop_ids
+    def foresee(self: Facts, runs: Mapping[int, Sequence[int]]) -> Commit:
+        rows = list(runs)
+        stop_ids, self._rows.stop_ids[rows] = self._rows.stop_ids[rows].copy(), -1
+        found = original(self, runs)
+        self._rows.stop_ids[rows] = stop_ids
         return found
 
     return foresee
@@ -160,11 +161,12 @@ def _(original):
 
 @fault("tokens that must come are facts, and are not fed", Scheduler, "_foresee")
 def _(original):
-    def foresee(self: Scheduler, request: Request, run: Sequence[int]) -> Commit:
-        row, found = request.row, original(self, request, run)
-        if request.row == row:
-            self.rows.decoding[row] = True
-            self._prefilling.remove(row)
+    def foresee(self: Scheduler, runs: Mapping[int, Sequence[int]]) -> Commit:
+        found = original(self, runs)
+        for row in runs:
+            if self.rows.request[row] is not None:
+                self.rows.decoding[row] = True
+                self._prefilling.remove(row)
         return found
 
     return foresee

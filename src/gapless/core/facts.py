@@ -7,7 +7,7 @@ must come is a fact before its sample is back, and the sample then counts for no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -76,17 +76,19 @@ class Facts:
             sampled, tokens = sampled[~foreseen], tokens[~foreseen]
         return self._add(sampled, tokens)
 
-    def foresee(self, row: int, tokens: Sequence[int]) -> Commit:
-        """A row's next tokens are known, while a sample of the first of them is in flight."""
-        rows, found = self._rows, []
-        rows.foreseen[row] += 1
-        rows.num_foreseen += 1
-        rows.pending[row] += len(tokens) - 1
-        for token in tokens:
-            found.append(self._add(np.array([row]), np.array([token], np.int32)))
-            if found[-1].finished:
+    def foresee(self, runs: Mapping[int, Sequence[int]]) -> Commit:
+        """The next tokens of rows are known, while a sample of the first of them is in flight."""
+        rows, found, left = self._rows, list[Commit](), dict(runs)
+        chosen = list(runs)
+        rows.foreseen[chosen] += 1
+        rows.num_foreseen += len(chosen)
+        rows.pending[chosen] += np.array([len(run) - 1 for run in runs.values()])
+        for place in range(max(map(len, runs.values()))):  # one token of each row at a time, as samples are settled
+            left = {row: run for row, run in left.items() if len(run) > place and rows.request[row] is not None}
+            if not left:
                 break
-        self._counters.num_forced += len(found) - 1
+            found.append(self._add(np.array([*left]), np.array([run[place] for run in left.values()], np.int32)))
+        self._counters.num_forced += sum(commit.num_tokens for commit in found) - len(chosen)
         return joined(found)
 
     def _add(self, sampled: LongArray, tokens: IntArray) -> Commit:

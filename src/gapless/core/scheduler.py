@@ -9,9 +9,8 @@ text.
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from gapless.core.block_tables import BlockTables
 from gapless.core.facts import Facts
 from gapless.core.holds import Holds
 from gapless.core.limits import Limits, check_fits
-from gapless.core.outcome import Commit, Counters, Finished, joined
+from gapless.core.outcome import Commit, Counters, Finished
 from gapless.core.pace import Pace
 from gapless.core.plan import NO_SEATS, NOTHING, Chunk, Plan
 from gapless.core.prefix_index import Entry, PrefixIndex
@@ -317,14 +316,13 @@ class Scheduler:
         num_saved = sum(len(run) - 1 for _, run in runs)
         if num_saved <= (0 if self._prefilling else self._chunk_cost * self.num_running):
             return Commit(0, (), ())
-        return joined([self._foresee(request, run) for request, run in runs])
+        return self._foresee({request.row: run for request, run in runs})
 
-    def _foresee(self, request: Request, run: Sequence[int]) -> Commit:
-        row = request.row
-        found = self.facts.foresee(row, run)
-        if request.row == row:
-            self.rows.decoding[row] = False
-            insort(self._prefilling, row, key=lambda row: self.rows.arrival[row])
+    def _foresee(self, runs: Mapping[int, Sequence[int]]) -> Commit:
+        found = self.facts.foresee(runs)
+        fed = [row for row in runs if self.rows.request[row] is not None]
+        self.rows.decoding[fed] = False
+        self._prefilling = sorted(self._prefilling + fed, key=lambda row: self.rows.arrival[row])
         return found
 
     def fail(self, plan: Plan, error: BaseException) -> Commit:

@@ -106,9 +106,9 @@ class Masks:
         """What followed from the masks themselves: tokens that must come, and requests that ended."""
         commit = self._scheduler.force(self._runs)
         finished = tuple([self._judge(item) if item.reason == "length" else item for item in commit.finished])
-        for request, _ in self._runs:
-            if request.row >= 0:
-                self._advance(request, int(self._scheduler.rows.num_tokens[request.row]))
+        told = [request for request, _ in self._runs]
+        while told := [request for request in told if request.row >= 0 and self._is_behind(request)]:
+            self._advance_by_one(told)
         self._runs.clear()
         return Commit(commit.num_tokens, commit.progress, finished + self.take_ended())
 
@@ -129,18 +129,26 @@ class Masks:
     def _advance_together(self, guided: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Tell all guides that are one token behind, at once. Returns the requests that are left."""
         is_behind = [len(request.prompt) + request.num_guided + 1 == num_known for request, num_known in guided]
-        found = [request for (request, _), behind in zip(guided, is_behind, strict=True) if behind]
-        table, rows = self._scheduler.rows, [request.row for request in found]
-        tokens = table.tokens[rows, table.num_tokens[rows] - 1].tolist()
-        errors = advance_together([request.guide for request in found if request.guide is not None], tokens)
-        for request in found:
+        self._advance_by_one([request for (request, _), behind in zip(guided, is_behind, strict=True) if behind])
+        return [pair for pair, behind in zip(guided, is_behind, strict=True) if not behind]
+
+    def _is_behind(self, request: Request) -> bool:
+        """Whether there are tokens that the guide has not heard of."""
+        return len(request.prompt) + request.num_guided < int(self._scheduler.rows.num_tokens[request.row])
+
+    def _advance_by_one(self, requests: list[Request]) -> None:
+        """Tell each guide the next token that it has not heard of; end the requests that are over thereby."""
+        rows = [request.row for request in requests]
+        places = [len(request.prompt) + request.num_guided for request in requests]
+        tokens = self._scheduler.rows.tokens[rows, places].tolist()
+        errors = advance_together([request.guide for request in requests if request.guide is not None], tokens)
+        for request in requests:
             request.num_guided += 1
         for index, error in errors.items():
-            self._end(found[index], "error", _failure(found[index], error))
-        for index, request in enumerate(found):
+            self._end(requests[index], "error", _failure(requests[index], error))
+        for index, request in enumerate(requests):
             if request.guide is not None and request.guide.is_over and index not in errors:
                 self._end(request, "stop")
-        return [pair for pair, behind in zip(guided, is_behind, strict=True) if not behind]
 
     def _judge(self, finished: Finished) -> Finished:
         """A request that has reached its limit: its last token may have been the one that makes it complete."""
